@@ -1,0 +1,41 @@
+# Eight verbs; CI calls the same ones. `make PYTHON=python3.12 test` picks another interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.synced
+PROTO := proto/ringserve/v1/generation.proto
+
+.PHONY: sync lint type test cluster demo proto fuzz
+
+sync: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+
+type: $(STAMP)
+	$(BIN)/mypy
+
+# Two processes for what needs no cluster; Ray's stages then have both cores to themselves.
+test: lint type
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope -m 'not cluster and not device and not long'
+	$(MAKE) --no-print-directory cluster
+
+cluster: $(STAMP)
+	$(BIN)/python -m pytest -q -m 'cluster and not device and not long'
+
+demo: $(STAMP)
+	$(BIN)/ringserve demo
+
+# The virtual path makes the generated code import itself from gateway.pb; it holds for one .proto file.
+proto: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -I gateway/pb=proto/ringserve/v1 \
+		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
+
+fuzz: $(STAMP)
+	$(BIN)/python -m pytest -q -m 'long and not device'
