@@ -1,0 +1,45 @@
+"""The coordinator's settings. Defaults are written here once; the command line shows them from
+here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.errors import InvalidSetting
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """Raises InvalidSetting."""
+
+    # Rows of one frame. A frame holds the stage that computes it: at about 200 rows/s (SmolLM2, one
+    # CPU core) 256 rows are 1.3 s; on a GPU the same rows are tens of milliseconds.
+    frame_rows: int = 256
+    # Rows of one prefill chunk. Two stages are both busy from the second chunk on.
+    chunk_rows: int = 128
+    # A message boundary closer than this to the last cut starts no chunk: GEMMs of few rows waste
+    # weight reads.
+    min_chunk_rows: int = 32
+    # Drafts of one verify frame. A call of one row is padded to 4 rows, so 3 drafts cost nothing.
+    max_drafts: int = 3
+    # Jobs that may wait for a lane.
+    queue_limit: int = 64
+    # Seconds without the reply that is due before the epoch is given up. A CPU stage may compute a
+    # frame for seconds.
+    reply_timeout_s: float = 60.0
+    # A shared prefix shorter than this is prefilled anew rather than copied into another lane.
+    min_copy_rows: int = 16
+    # Sessions whose lengths and histories are remembered.
+    session_limit: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("frame_rows", "chunk_rows", "min_chunk_rows", "queue_limit", "session_limit"):
+            if getattr(self, name) < 1:
+                raise InvalidSetting(name, f"must be at least 1, got {getattr(self, name)}")
+        if self.max_drafts < 0:
+            raise InvalidSetting("max_drafts", f"must not be negative, got {self.max_drafts}")
+        if self.chunk_rows > self.frame_rows:
+            raise InvalidSetting("chunk_rows", "must not be larger than frame_rows")
+        if not self.reply_timeout_s > 0:
+            raise InvalidSetting("reply_timeout_s", "must be greater than 0")

@@ -1,0 +1,220 @@
+"""The one error tree.
+
+    RingserveError
+    ├── RequestError              the request cannot be served as it stands; a retry changes nothing
+    │   ├── InvalidValue          a field holds a value that means nothing here
+    │   ├── ContextTooLong        the prompt has more tokens than a lane has rows
+    │   ├── RequestTooLarge       the message is larger than the gateway reads
+    │   └── ModelNotFound         another model was asked for than the one that is served
+    ├── BusyError                 nothing is wrong with the request; try again later
+    │   ├── QueueFull             the bounded queue holds as many jobs as it may
+    │   └── RingUnavailable       the ring is loading, re-forming or draining
+    ├── JobError                  a job that had been accepted ended early
+    │   ├── Cancelled             its client left or asked for it
+    │   ├── DeadlineExceeded      its deadline passed
+    │   └── StageLost             its ring was lost and could not be rebuilt
+    ├── RingLost                  a stage died, hung or answered out of order; raised by rings
+    ├── SetupError                ringserve cannot start as it was told to
+    │   ├── InvalidSetting        a flag or setting holds an impossible value
+    │   ├── ModelUnusable         the model's files are absent, damaged or of an unknown kind
+    │   ├── ModelDoesNotFit       weights and lanes need more memory than there is
+    │   ├── ClusterTooSmall       the cluster lacks the stages' resources
+    │   └── NumericsNotExact      exact numerics were demanded and cannot be had
+    └── BrokenInvariant           a bug of ours; carries the story of what led to it
+
+Every class has a stable `code` and says whether a retry can help. Edges translate by class, once
+(gateway/errors.py). What a stage refuses is no exception but a value in its reply: frames.Refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class RingserveError(Exception):
+    """The root of every error that ringserve raises on purpose."""
+
+    code: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+
+
+class RequestError(RingserveError):
+    """The request cannot be served as it stands."""
+
+    code: ClassVar[str] = "invalid_value"
+
+
+class InvalidValue(RequestError):
+    """A field of the request holds a value that means nothing here."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class ContextTooLong(RequestError):
+    """The prompt has more tokens than one lane can hold."""
+
+    code: ClassVar[str] = "context_length_exceeded"
+
+    def __init__(self, *, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"prompt has {prompt_tokens} tokens; "
+            f"this model's maximum context length is {limit} tokens"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
+class RequestTooLarge(RequestError):
+    """The message is larger than the gateway reads."""
+
+    code: ClassVar[str] = "request_too_large"
+
+    def __init__(self, *, received_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"request has {received_bytes} bytes; at most {limit_bytes} are read")
+        self.received_bytes = received_bytes
+        self.limit_bytes = limit_bytes
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that is not served here."""
+
+    code: ClassVar[str] = "model_not_found"
+
+    def __init__(self, *, model: str, served: str) -> None:
+        super().__init__(f"model {model!r} is not served here; this gateway serves {served!r}")
+        self.model = model
+        self.served = served
+
+
+class BusyError(RingserveError):
+    """Nothing is wrong with the request; the same request may be served later."""
+
+    retryable: ClassVar[bool] = True
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(BusyError):
+    """As many jobs wait for a lane as the queue may hold."""
+
+    code: ClassVar[str] = "queue_full"
+
+    def __init__(self, *, waiting: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"{waiting} jobs are waiting; try again later", retry_after_s=retry_after_s
+        )
+        self.waiting = waiting
+
+
+class RingUnavailable(BusyError):
+    """No ring can take the job now: loading, re-forming or draining."""
+
+    code: ClassVar[str] = "ring_unavailable"
+
+    def __init__(self, reason: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"no ring is available: {reason}", retry_after_s=retry_after_s)
+        self.reason = reason
+
+
+class JobError(RingserveError):
+    """A job that had been accepted ended before its answer was complete."""
+
+
+class Cancelled(JobError):
+    """The job's client left or cancelled it; its rows stay reusable."""
+
+    code: ClassVar[str] = "cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("the job was cancelled")
+
+
+class DeadlineExceeded(JobError):
+    """The job's deadline passed; its rows stay reusable."""
+
+    code: ClassVar[str] = "deadline_exceeded"
+
+    def __init__(self) -> None:
+        super().__init__("the deadline passed before the answer was complete")
+
+
+class StageLost(JobError):
+    """The job's ring was lost and could not be rebuilt."""
+
+    code: ClassVar[str] = "stage_lost"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the ring was lost: {reason}")
+        self.reason = reason
+
+
+class RingLost(RingserveError):
+    """A stage died, hung past its deadline or answered out of order."""
+
+    code: ClassVar[str] = "ring_lost"
+    retryable: ClassVar[bool] = True
+
+    def __init__(self, stage: int | None, reason: str) -> None:
+        where = "the ring" if stage is None else f"stage {stage}"
+        super().__init__(f"{where}: {reason}")
+        self.stage = stage
+        self.reason = reason
+
+
+class SetupError(RingserveError):
+    """ringserve cannot start as it was told to."""
+
+    code: ClassVar[str] = "setup_failed"
+
+
+class InvalidSetting(SetupError):
+    """A flag or setting holds an impossible value."""
+
+    code: ClassVar[str] = "invalid_setting"
+
+    def __init__(self, setting: str, reason: str) -> None:
+        super().__init__(f"{setting}: {reason}")
+        self.setting = setting
+
+
+class ModelUnusable(SetupError):
+    """The model's files are absent, damaged or of a kind that no slice can be made of."""
+
+    code: ClassVar[str] = "model_unusable"
+
+
+class ModelDoesNotFit(SetupError):
+    """Weights and lanes need more memory than a stage has."""
+
+    code: ClassVar[str] = "model_does_not_fit"
+
+
+class ClusterTooSmall(SetupError):
+    """The cluster cannot give every stage what it was asked for."""
+
+    code: ClassVar[str] = "cluster_too_small"
+
+    def __init__(self, *, wanted: str, available: str) -> None:
+        super().__init__(f"the cluster is too small: wanted {wanted}, available {available}")
+        self.wanted = wanted
+        self.available = available
+
+
+class NumericsNotExact(SetupError):
+    """Exact numerics were demanded, and the probe found that this device does not give them."""
+
+    code: ClassVar[str] = "numerics_not_exact"
+
+
+class BrokenInvariant(RingserveError):
+    """A bug of ours: something happened that must not. Paste the story into a report."""
+
+    def __init__(self, message: str, story: Sequence[str] = ()) -> None:
+        super().__init__("\n  ".join((message, *story)))
+        self.story = tuple(story)

@@ -1,0 +1,192 @@
+"""Frames and replies: the unit of work that goes down the ring, and the tail's answer.
+
+Everything that changes a stage's rows is a frame, and every stage applies the same frames in the
+same order. This file decides what a frame may say; whether a lane can take it is the ledger's
+business. Illegal frames do not construct (ValueError): a stage that decodes one answers BAD-FRAME.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+from coordinator.requests import RowLogprobs, SamplingSpec
+
+JobId = NewType("JobId", int)
+LaneId = NewType("LaneId", int)
+Epoch = NewType("Epoch", int)
+Seq = NewType("Seq", int)
+
+# Coordinator and stages may come from different wheels; a ring refuses to start on another number.
+PROTOCOL_VERSION = 1
+
+DIGEST_BYTES = 16  # 128 bits: a clash would need 2**64 prefixes
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLane:
+    """Gives a lane to a job: its first `cached_prefix` rows stay valid, all others become void.
+
+    `prefix_digest` is ledger.digest_of() of the token ids that those rows are claimed to hold.
+    """
+
+    lane: LaneId
+    job: JobId
+    cached_prefix: int
+    prefix_digest: bytes
+
+    def __post_init__(self) -> None:
+        _require(self.lane >= 0, "lane is negative")
+        _require(self.cached_prefix >= 0, "cached_prefix is negative")
+        _require(len(self.prefix_digest) == DIGEST_BYTES, "prefix_digest has a wrong length")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRows:
+    """Copies rows [0, rows) of lane `source` to lane `target`; the target holds nothing else
+    afterwards.
+    """
+
+    source: LaneId
+    target: LaneId
+    rows: int
+
+    def __post_init__(self) -> None:
+        _require(self.source >= 0 and self.target >= 0, "lane is negative")
+        _require(self.source != self.target, "a lane is copied onto itself")
+        _require(self.rows > 0, "copies no rows")
+
+
+Op = OpenLane | CopyRows
+
+
+class SegmentKind(StrEnum):
+    PREFILL = "prefill"  # samples nothing, or the last row only
+    VERIFY = "verify"  # [anchor] + drafts: samples every row
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Writes rows [start, end) of one lane with `tokens`; each row reads the rows up to itself."""
+
+    lane: LaneId
+    job: JobId
+    start: int
+    tokens: tuple[int, ...]
+    kind: SegmentKind
+    sampling: SamplingSpec | None = None  # None on a PREFILL: samples nothing
+    prompt_tokens: int = 0  # rows from here on hold generated tokens; penalties tell them apart
+
+    def __post_init__(self) -> None:
+        _require(self.lane >= 0, "lane is negative")
+        _require(self.start >= 0, "start is negative")
+        _require(len(self.tokens) > 0, "segment is empty")
+        _require(min(self.tokens) >= 0, "token id is negative")
+        _require(max(self.tokens) < 1 << 31, "token id is too large")
+        _require(
+            self.sampling is not None or self.kind is SegmentKind.PREFILL,
+            "a VERIFY segment needs a sampling spec",
+        )
+
+    @property
+    def width(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def sampled_rows(self) -> range:
+        """The rows, by their number in the lane, at which a token is sampled."""
+        if self.sampling is None:
+            return range(self.end, self.end)
+        first = self.start if self.kind is SegmentKind.VERIFY else self.end - 1
+        return range(first, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    epoch: Epoch
+    seq: Seq
+    ops: tuple[Op, ...] = ()
+    segments: tuple[Segment, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.epoch >= 0 and self.seq >= 0, "epoch or seq is negative")
+        lanes = [segment.lane for segment in self.segments]
+        _require(len(lanes) == len(set(lanes)), "a frame has two segments of one lane")
+
+    @property
+    def rows(self) -> int:
+        return sum(segment.width for segment in self.segments)
+
+
+class RefusalCode(StrEnum):
+    KV_GAP = "KV-GAP"
+    KV_CONTENT = "KV-CONTENT"
+    FRAME_ORDER = "FRAME-ORDER"
+    STALE_EPOCH = "STALE-EPOCH"
+    ROW_LIMIT = "ROW-LIMIT"
+    NO_STATE = "NO-STATE"
+    BAD_FRAME = "BAD-FRAME"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a stage would not do, and where. Without a lane the whole frame was refused."""
+
+    code: RefusalCode
+    stage: int
+    lane: LaneId | None
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReply:
+    """The tokens sampled at the segment's asked rows, in row order; none when the segment was
+    refused.
+    """
+
+    lane: LaneId
+    job: JobId
+    start: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[RowLogprobs, ...] = ()
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRows:
+    """How many rows of the lane every stage holds after the frame (the least over the stages)."""
+
+    lane: LaneId
+    valid_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageTiming:
+    """Seconds that a frame waited at a stage, was computed there, and was decoded, copied and sent
+    on.
+    """
+
+    stage: int
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    epoch: Epoch
+    seq: Seq
+    segments: tuple[SegmentReply, ...] = ()
+    lanes: tuple[LaneRows, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    timings: tuple[StageTiming, ...] = ()

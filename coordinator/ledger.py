@@ -1,0 +1,280 @@
+"""The token id in each valid row of each lane: the state machine that every replica runs.
+
+The coordinator, every stage and the fake ring feed the same frames to this one class, so each knows
+what the others hold. A row is *valid* when the lane's tokens reach over it; a segment writes from
+its start and makes every row behind its end void. It decides what is refused and why. It holds no
+tensors and no clock, and it never guesses: whatever does not fit is a Refusal, and the lane is
+refused until its next OpenLane.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from coordinator.frames import (
+    DIGEST_BYTES,
+    CopyRows,
+    Epoch,
+    Frame,
+    JobId,
+    LaneId,
+    OpenLane,
+    Refusal,
+    RefusalCode,
+    Segment,
+    Seq,
+)
+
+_BLOCK = 1024  # tokens compared at once; any size gives the same answer
+
+
+def digest_of(tokens: Sequence[int]) -> bytes:
+    """The digest of a prefix of token ids, as OpenLane claims it."""
+    raw = array("i", tokens).tobytes()
+    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).digest()
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading token ids two sequences share."""
+    shorter = min(len(left), len(right))
+    start = 0
+    while start < shorter:
+        stop = min(start + _BLOCK, shorter)
+        if array("i", left[start:stop]) != array("i", right[start:stop]):
+            break
+        start = stop
+    while start < shorter and left[start] == right[start]:
+        start += 1
+    return start
+
+
+class Standing(Enum):
+    """What the frame as a whole is to this replica."""
+
+    NEW = "new"  # the next one: applied
+    APPLIED = "applied"  # a duplicate: ignored
+    REFUSED = "refused"  # of another epoch, or out of order: nothing of it was applied
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of a frame: which segments may be computed, what was copied, what was refused."""
+
+    standing: Standing
+    segments: tuple[Segment, ...] = ()
+    copies: tuple[CopyRows, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(slots=True)
+class _Lane:
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    job: JobId | None = None
+    blocked: Refusal | None = None  # repeated for every segment until the next OpenLane
+
+
+class Ledger:
+    """One replica. `stage` only marks the refusals that this replica makes."""
+
+    def __init__(self, lanes: int, max_rows: int, epoch: Epoch = Epoch(0), stage: int = 0) -> None:
+        self.max_rows = max_rows
+        self._stage = stage
+        self._lanes = [_Lane() for _ in range(lanes)]
+        self.epoch = epoch
+        self.next_seq = Seq(0)
+
+    # What is there
+
+    @property
+    def lanes(self) -> int:
+        return len(self._lanes)
+
+    def valid_rows(self, lane: LaneId) -> int:
+        return len(self._lanes[lane].tokens)
+
+    def tokens(self, lane: LaneId, end: int | None = None) -> tuple[int, ...]:
+        return tuple(self._lanes[lane].tokens[:end])
+
+    def usable_prefix(self, lane: LaneId, prompt: Sequence[int]) -> int:
+        """How many of the prompt's first tokens lie in the lane's valid rows."""
+        return common_prefix(self._lanes[lane].tokens, prompt)
+
+    def digest(self, lane: LaneId, rows: int) -> bytes:
+        return digest_of(self._lanes[lane].tokens[:rows])
+
+    def is_blocked(self, lane: LaneId) -> bool:
+        return self._lanes[lane].blocked is not None
+
+    # What changes it
+
+    def reset(self, epoch: Epoch) -> None:
+        """Opens an epoch: every row is void and the next frame is number 0."""
+        self.epoch = epoch
+        self.next_seq = Seq(0)
+        self._lanes = [_Lane() for _ in self._lanes]
+
+    def truncate(self, lane: LaneId, rows: int) -> None:
+        """Makes rows from `rows` on void: what a replica learns from others' refusals or from a
+        lost row.
+        """
+        del self._lanes[lane].tokens[rows:]
+
+    def apply(self, frame: Frame, refused_before: Sequence[Refusal] = ()) -> Applied:
+        """Takes a frame: ops first, then segments. `refused_before`: what earlier stages refused of
+        it.
+
+        Lanes refused before are refused here too, so that no stage holds rows that its predecessor
+        lacks. Only this replica's own refusals are returned.
+        """
+        standing, refusal = self._stand(frame)
+        if refusal is not None:
+            return Applied(Standing.REFUSED, refusals=(refusal,))
+        if standing is Standing.APPLIED:
+            return Applied(standing)
+        self.next_seq = Seq(frame.seq + 1)
+        refused = self._block_all(refused_before)
+        copies, refusals = self._apply_ops(frame, refused)
+        segments = self._apply_segments(frame, refused, refusals)
+        return Applied(Standing.NEW, segments, tuple(copies), tuple(refusals))
+
+    def _stand(self, frame: Frame) -> tuple[Standing, Refusal | None]:
+        refusal = self._epoch_guard(frame) or self._order_guard(frame)
+        if refusal is not None:
+            return Standing.REFUSED, refusal
+        return (Standing.APPLIED if frame.seq < self.next_seq else Standing.NEW), None
+
+    def _block_all(self, refused_before: Sequence[Refusal]) -> frozenset[LaneId]:
+        lanes = set()
+        for refusal in refused_before:
+            if refusal.lane is not None:
+                lanes.add(refusal.lane)
+                if refusal.lane < self.lanes:
+                    self._lanes[refusal.lane].blocked = refusal
+        return frozenset(lanes)
+
+    def _apply_ops(
+        self, frame: Frame, refused: frozenset[LaneId]
+    ) -> tuple[list[CopyRows], list[Refusal]]:
+        copies: list[CopyRows] = []
+        refusals: list[Refusal] = []
+        for op in frame.ops:
+            lane = op.target if isinstance(op, CopyRows) else op.lane
+            if lane in refused:
+                continue
+            refusal = self._copy(op) if isinstance(op, CopyRows) else self._open(op)
+            if refusal is not None:
+                refusals.append(refusal)
+            elif isinstance(op, CopyRows):
+                copies.append(op)
+        return copies, refusals
+
+    def _apply_segments(
+        self, frame: Frame, refused: frozenset[LaneId], refusals: list[Refusal]
+    ) -> tuple[Segment, ...]:
+        taken = []
+        for segment in frame.segments:
+            if segment.lane in refused:
+                continue
+            refusal = self._write(segment)
+            if refusal is None:
+                taken.append(segment)
+            elif all(known.lane != segment.lane for known in refusals):
+                refusals.append(refusal)
+        return tuple(taken)
+
+    def _open(self, op: OpenLane) -> Refusal | None:
+        refusal = self._lane_guard(op.lane)
+        if refusal is not None:
+            return refusal
+        refusal = self._gap_guard(op.lane, op.cached_prefix) or self._content_guard(op)
+        lane = self._lanes[op.lane]
+        if refusal is not None:
+            lane.blocked = refusal
+            return refusal
+        del lane.tokens[op.cached_prefix :]
+        lane.job, lane.blocked = op.job, None
+        return None
+
+    def _copy(self, op: CopyRows) -> Refusal | None:
+        refusal = self._lane_guard(op.source) or self._lane_guard(op.target)
+        if refusal is not None:
+            return refusal
+        if op.rows > self.valid_rows(op.source):
+            have = self.valid_rows(op.source)
+            detail = f"copy of {op.rows} rows, but lane {op.source} has {have}"
+            refusal = self._refuse(RefusalCode.KV_GAP, op.target, detail)
+            self._lanes[op.target] = _Lane(blocked=refusal)
+            return refusal
+        self._lanes[op.target] = _Lane(tokens=self._lanes[op.source].tokens[: op.rows])
+        return None
+
+    def _write(self, segment: Segment) -> Refusal | None:
+        refusal = self._lane_guard(segment.lane)
+        if refusal is not None:
+            return refusal
+        refusal = (
+            self._job_guard(segment)
+            or self._gap_guard(segment.lane, segment.start)
+            or self._row_limit_guard(segment)
+        )
+        lane = self._lanes[segment.lane]
+        if refusal is not None:
+            lane.blocked = refusal
+            return refusal
+        del lane.tokens[segment.start :]
+        lane.tokens.extend(segment.tokens)
+        return None
+
+    # The guards. Each is one method, so that a test can take one away and see the suite fail.
+
+    def _epoch_guard(self, frame: Frame) -> Refusal | None:
+        if frame.epoch == self.epoch:
+            return None
+        detail = f"frame of epoch {frame.epoch}, this is epoch {self.epoch}"
+        return self._refuse(RefusalCode.STALE_EPOCH, None, detail)
+
+    def _order_guard(self, frame: Frame) -> Refusal | None:
+        if frame.seq <= self.next_seq:
+            return None
+        detail = f"frame {frame.seq} came where frame {self.next_seq} was due"
+        return self._refuse(RefusalCode.FRAME_ORDER, None, detail)
+
+    def _lane_guard(self, lane: LaneId) -> Refusal | None:
+        if lane < self.lanes:
+            return None
+        detail = f"lane {lane} of {self.lanes}"
+        return self._refuse(RefusalCode.BAD_FRAME, lane, detail)
+
+    def _job_guard(self, segment: Segment) -> Refusal | None:
+        lane = self._lanes[segment.lane]
+        if lane.blocked is not None:
+            return lane.blocked
+        if lane.job != segment.job:
+            detail = f"segment of job {segment.job} in a lane opened for {lane.job}"
+            return self._refuse(RefusalCode.BAD_FRAME, segment.lane, detail)
+        return None
+
+    def _gap_guard(self, lane: LaneId, start: int) -> Refusal | None:
+        if start <= self.valid_rows(lane):
+            return None
+        detail = f"starts at row {start}, but only {self.valid_rows(lane)} are valid"
+        return self._refuse(RefusalCode.KV_GAP, lane, detail)
+
+    def _content_guard(self, op: OpenLane) -> Refusal | None:
+        if self.digest(op.lane, op.cached_prefix) == op.prefix_digest:
+            return None
+        detail = f"the first {op.cached_prefix} rows hold other tokens than claimed"
+        return self._refuse(RefusalCode.KV_CONTENT, op.lane, detail)
+
+    def _row_limit_guard(self, segment: Segment) -> Refusal | None:
+        if segment.end <= self.max_rows:
+            return None
+        detail = f"rows up to {segment.end}, but a lane has {self.max_rows}"
+        return self._refuse(RefusalCode.ROW_LIMIT, segment.lane, detail)
+
+    def _refuse(self, code: RefusalCode, lane: LaneId | None, detail: str) -> Refusal:
+        return Refusal(code, self._stage, lane, detail)

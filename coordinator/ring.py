@@ -1,0 +1,81 @@
+"""The ring port: what the coordinator needs of a chain of stages, and nothing more.
+
+Three rings stand behind it (fakering, stage/local_ring, stage/ray_ring) and pass one contract
+suite. A ring moves frames and reports losses; it decides nothing: it neither retries, nor reorders,
+nor reads a ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from coordinator.frames import Epoch, Frame, Reply
+
+
+@dataclass(frozen=True, slots=True)
+class RingInfo:
+    """What a ring can do, known once it has started."""
+
+    protocol_version: int
+    model: str
+    model_fingerprint: str  # of config and weights: rows of another fingerprint are never reused
+    stages: int
+    lanes: int
+    max_rows: int
+    vocab_size: int
+    numerics: str  # the probe's verdict in words
+    exact: bool  # rows are bit-identical however a prompt is cut
+    devices: tuple[str, ...]  # one a stage
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """Bytes of weights that a stage has loaded; `note` says in a word or two what it does now."""
+
+    stage: int
+    bytes_done: int
+    bytes_total: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RingHealth:
+    ready: bool
+    reason: str = ""  # why not
+
+
+ProgressSink = Callable[[StageProgress], None]
+
+
+class Ring(Protocol):
+    """Life: start, then frames of epoch 0; open_epoch voids all rows and starts anew; stop ends
+    everything.
+
+    Frames are answered in the order of their seq, one reply each; a frame that the stages had
+    already applied is not answered. `submit` and `next_reply` raise RingLost once a stage is lost,
+    until the ring is stopped. Cancelling `next_reply` loses no reply.
+    """
+
+    async def start(self, progress: ProgressSink) -> RingInfo:
+        """Loads every stage. Raises SetupError and leaves nothing behind."""
+        ...
+
+    def capacity(self) -> RingInfo: ...
+
+    async def open_epoch(self, epoch: Epoch) -> None:
+        """Makes every row on every stage void; frames and replies of earlier epochs are dropped."""
+        ...
+
+    def submit(self, frame: Frame) -> None:
+        """Sends a frame and returns at once."""
+        ...
+
+    async def next_reply(self) -> Reply: ...
+
+    def health(self) -> RingHealth: ...
+
+    async def stop(self) -> None:
+        """Ends what the ring started, and only that. Safe to call twice."""
+        ...

@@ -1,0 +1,90 @@
+"""What a caller holds of a job: an async stream of its events that cancels the job when it is left.
+
+Deltas merge while the reader lags, so a stream holds at most one job's tokens however slowly it is
+read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from coordinator.errors import RingserveError
+from coordinator.frames import JobId
+from coordinator.requests import Finished, JobEvent, Started, TokenDelta
+
+
+class JobStream:
+    """Yields Started, then deltas, then Finished. Raises the job's error behind the last decided
+    token.
+    """
+
+    def __init__(self, job: JobId, cancel: Callable[[JobId], None]) -> None:
+        self.job = job
+        self._cancel = cancel
+        self._started: Started | None = None
+        self._delta: TokenDelta | None = None
+        self._end: Finished | RingserveError | None = None
+        self._over = False
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> JobStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the job, if it has not ended; its rows stay reusable."""
+        if self._end is None:
+            self._cancel(self.job)
+
+    def __aiter__(self) -> JobStream:
+        return self
+
+    async def __anext__(self) -> JobEvent:
+        while not self._over:
+            event = self._take()
+            if event is not None:
+                return event
+            self._news.clear()
+            await self._news.wait()
+        raise StopAsyncIteration
+
+    def _take(self) -> JobEvent | None:
+        event: JobEvent | None
+        if self._started is not None:
+            event, self._started = self._started, None
+            return event
+        if self._delta is not None:
+            event, self._delta = self._delta, None
+            return event
+        if self._end is None:
+            return None
+        self._over = True
+        if isinstance(self._end, RingserveError):
+            raise self._end
+        return self._end
+
+    # Called by the driver
+
+    def put(self, event: JobEvent) -> None:
+        match event:
+            case Started():
+                self._started = event
+            case TokenDelta(tokens, logprobs):
+                old = self._delta or TokenDelta(())
+                self._delta = TokenDelta(old.tokens + tokens, old.logprobs + logprobs)
+            case Finished():
+                self._end = event
+        self._news.set()
+
+    def fail(self, error: RingserveError) -> None:
+        self._end = error
+        self._news.set()

@@ -1,0 +1,67 @@
+"""A session's own ids are spliced into its next prompt, and only where no tokenizer could merge."""
+
+from __future__ import annotations
+
+from coordinator.requests import SessionId
+from coordinator.sessions import History, SessionTable, splice
+
+_END = 0  # the one special token of the toy tokenizer below: "|"
+
+
+def _encode(text: str) -> list[int]:
+    """Greedy pairs: 'ab' is one token, so the cut of generated text matters."""
+    ids, place = [], 0
+    while place < len(text):
+        width = 2 if text[place : place + 2] == "ab" else 1
+        piece = text[place : place + width]
+        ids.append(_END if piece == "|" else 1000 if piece == "ab" else ord(piece))
+        place += width
+    return ids
+
+
+def _is_special(token: int) -> bool:
+    return token == _END
+
+
+def test_generated_ids_survive_although_their_text_tokenizes_otherwise() -> None:
+    history = History("q|ab|", (ord("q"), _END, ord("a"), ord("b"), _END))
+    ids = splice(history, "q|ab|next", _encode, _is_special)
+    assert ids == (*history.token_ids, *_encode("next"))
+    assert list(ids) != _encode("q|ab|next")
+
+
+def test_a_seam_before_a_special_token_is_good_too() -> None:
+    history = History("q|a", (ord("q"), _END, ord("a")))
+    assert splice(history, "q|a|b", _encode, _is_special) == (*history.token_ids, _END, ord("b"))
+
+
+def test_a_seam_inside_a_word_is_tokenized_anew() -> None:
+    history = History("q|a", (ord("q"), _END, ord("a")))
+    assert list(splice(history, "q|ab", _encode, _is_special)) == _encode("q|ab")
+
+
+def test_edited_history_is_tokenized_anew() -> None:
+    history = History("q|ab|", (ord("q"), _END, ord("a"), ord("b"), _END))
+    assert list(splice(history, "Q|ab|next", _encode, _is_special)) == _encode("Q|ab|next")
+    assert list(splice(None, "q|", _encode, _is_special)) == _encode("q|")
+
+
+def test_an_exact_resend_keeps_its_ids() -> None:
+    history = History("q|ab|", (ord("q"), _END, ord("a"), ord("b"), _END))
+    assert splice(history, "q|ab|", _encode, _is_special) == history.token_ids
+
+
+def test_the_session_used_longest_ago_is_forgotten_first() -> None:
+    table = SessionTable(limit=2)
+    one, two, three = SessionId("1"), SessionId("2"), SessionId("3")
+    table.pin(one, "ring0")
+    table.pin(two, "ring1")
+    table.remember(one, History("x", (1,)))
+    table.pin(three, "ring0")
+    assert one in table
+    assert two not in table
+    assert len(table) == 2
+    assert table.ring(one) == "ring0"
+    assert table.history(one) == History("x", (1,))
+    assert table.forget(one)
+    assert not table.forget(one)
