@@ -1,0 +1,1 @@
+"""PRETENDS: the same ring without a model, seeded, with scripted faults and a virtual clock."""

@@ -1,0 +1,174 @@
+"""The fake model: the next token is a hash of the rows that a stage actually reads.
+
+This file decides what a row holds, what an activation is and which token follows. It has two forms of one
+function: `Rows.write_and_read` works on a stage's own buffers, `FakeModel.next_token` on token ids alone.
+They agree only when every row of every stage is right; it may not ask a ledger what ought to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.errors import InvalidSetting
+from coordinator.requests import GREEDY, RowLogprobs, SamplingSpec
+
+Hashes: TypeAlias = NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's constants (Steele, Lea, Flood 2014)
+_MUL_A = 0xBF58476D1CE4E5B9
+_MUL_B = 0x94D049BB133111EB
+
+
+def mix(value: int) -> int:
+    """splitmix64's finalizer: a bijection of 64 bits that keeps 0."""
+    value = ((value ^ (value >> 30)) * _MUL_A) & _MASK
+    value = ((value ^ (value >> 27)) * _MUL_B) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix_all(values: Hashes) -> Hashes:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MUL_A)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MUL_B)
+    return values ^ (values >> np.uint64(31))
+
+
+def _context_hashes(tokens: Hashes) -> Hashes:
+    """For each row the hash of the tokens up to it; one token elsewhere changes it from there on."""
+    places = np.arange(1, len(tokens) + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return np.cumsum(_mix_all(tokens + places), dtype=np.uint64)
+
+
+class Rows:
+    """One stage's buffers. Each row keeps its token and the activation that it was computed from.
+
+    Nothing is ever cleared but by `wipe`: a void row holds whatever was there, as real buffers do.
+    """
+
+    def __init__(self, lanes: int, max_rows: int) -> None:
+        self.tokens = np.zeros((lanes, max_rows), dtype=np.uint64)
+        self.activations = np.zeros((lanes, max_rows), dtype=np.uint64)
+
+    def wipe(self) -> None:
+        self.tokens[:] = 0
+        self.activations[:] = 0
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        self.tokens[target, :rows] = self.tokens[source, :rows]
+        self.activations[target, :rows] = self.activations[source, :rows]
+
+    def history(self, lane: int, row: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in self.tokens[lane, : row + 1])
+
+    def write_and_read(
+        self, lane: int, start: int, tokens: Sequence[int], received: Hashes | None
+    ) -> Hashes:
+        """Writes rows from `start` and reads every row up to them; returns the new rows' activations.
+
+        `received` is what the stage before made of these rows; the first stage gets none. A right row's
+        activation is the context hash, on any stage, so the number of stages does not show. A row whose
+        token or whose kept activation is wrong spoils every row that reads it.
+        """
+        end = start + len(tokens)
+        self.tokens[lane, start:end] = np.asarray(tokens, dtype=np.uint64)
+        context = _context_hashes(self.tokens[lane, :end])
+        self.activations[lane, start:end] = context[start:] if received is None else received
+        wrong = self.activations[lane, :end] ^ context
+        spoiled: Hashes = context + np.cumsum(_mix_all(wrong), dtype=np.uint64)
+        return spoiled[start:]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModel:
+    """A language of hashes. `quoting`: how often the next token repeats what followed the same two (or one)
+    tokens before, so that a drafter is sometimes right. Without an `end_token` an answer never ends by itself.
+    Generated ids lie in [low, high). Of a sampling spec only temperature (0 or not), seed and logprobs count.
+    """
+
+    vocab_size: int
+    seed: int = 0
+    quoting: float = 0.5
+    end_token: int | None = None
+    end_one_in: int = 64  # tokens; the mean length of an answer
+    low: int = 0
+    high: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self._high <= self.vocab_size:
+            raise InvalidSetting("high", f"ids [{self.low}, {self._high}) of {self.vocab_size}")
+        if not 0.0 <= self.quoting <= 1.0:
+            raise InvalidSetting("quoting", f"must be between 0 and 1, got {self.quoting}")
+        if self.end_one_in < 1:
+            raise InvalidSetting("end_one_in", f"must be at least 1, got {self.end_one_in}")
+
+    @property
+    def _high(self) -> int:
+        return self.vocab_size if self.high is None else self.high
+
+    def choose(self, activation: int, history: Sequence[int], sampling: SamplingSpec) -> int:
+        """The token sampled at the last row of `history`, where the tail got `activation`."""
+        key = mix(activation ^ mix(self.seed + 1))
+        if sampling.temperature > 0.0:
+            key = mix(key ^ mix((sampling.seed ^ (len(history) * _GOLDEN)) & _MASK))
+        if self.end_token is not None and mix(key ^ 1) % self.end_one_in == 0:
+            return self.end_token
+        if mix(key ^ 2) < self.quoting * (1 << 64):
+            quoted = _what_followed(history)
+            if quoted is not None and quoted != self.end_token:
+                return quoted
+        return self.low + mix(key ^ 3) % (self._high - self.low)
+
+    def logprobs(self, activation: int, token: int, alternatives: int) -> RowLogprobs:
+        """Made-up values: negative, falling, the chosen token first."""
+        chosen = -((mix(activation) % 1000) + 1) / 1000
+        count = min(alternatives, self.vocab_size)
+        top = tuple(((token + n) % self.vocab_size, chosen - n) for n in range(count))
+        return RowLogprobs(chosen, top)
+
+    # The oracle: what must come out, from token ids alone and in plain integers.
+
+    def next_token(self, tokens: Sequence[int], sampling: SamplingSpec = GREEDY) -> int:
+        """What a ring with nothing but right rows samples after `tokens`."""
+        return self.oracle(tokens, 1, sampling)[0]
+
+    def oracle(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        sampling: SamplingSpec = GREEDY,
+        stop: Collection[int] = (),
+    ) -> tuple[int, ...]:
+        """The answer to a prompt: `count` tokens, or fewer when one of `stop` comes, which is then the last."""
+        history = list(tokens)
+        context = 0
+        for row, token in enumerate(history):
+            context = _extended(context, row, token)
+        while len(history) < len(tokens) + count:
+            token = self.choose(context, history, sampling)
+            context = _extended(context, len(history), token)
+            history.append(token)
+            if token in stop:
+                break
+        return tuple(history[len(tokens) :])
+
+
+def _extended(context: int, row: int, token: int) -> int:
+    return (context + mix((token + (row + 1) * _GOLDEN) & _MASK)) & _MASK
+
+
+def _what_followed(history: Sequence[int]) -> int | None:
+    """The token after the latest earlier place of the last two tokens, else of the last one."""
+    for width in (2, 1):
+        tail = tuple(history[-width:])
+        for start in range(len(history) - width - 1, -1, -1):
+            if (
+                history[start + width - 1] == tail[-1]
+                and tuple(history[start : start + width]) == tail
+            ):
+                return history[start + width]
+    return None

@@ -1,0 +1,183 @@
+"""One fake stage: a real ledger beside buffers of its own, and the same refusals as a stage with a model.
+
+It decides, for one frame, what is refused, what is written and what goes on to the next stage; the tail makes
+the reply. It knows neither time nor legs, and its buffers never learn from its ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from coordinator.frames import (
+    CopyRows,
+    Epoch,
+    Frame,
+    LaneId,
+    LaneRows,
+    OpenLane,
+    Refusal,
+    RefusalCode,
+    Reply,
+    Segment,
+    SegmentReply,
+    StageTiming,
+)
+from coordinator.ledger import Ledger, Standing
+from fakering.faults import CorruptRow, Refuse, Restart, StageFault
+from fakering.model import FakeModel, Hashes, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What a stage made of one segment's rows."""
+
+    lane: LaneId
+    values: Hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What travels on a leg: the frame, and what the stages so far made of it and refused of it."""
+
+    frame: Frame
+    activations: tuple[Activations, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    lanes: tuple[LaneRows, ...] = ()
+    timings: tuple[StageTiming, ...] = ()
+
+    @property
+    def is_refused(self) -> bool:
+        return any(refusal.lane is None for refusal in self.refusals)
+
+    def of_lane(self, lane: LaneId) -> Hashes | None:
+        return next((made.values for made in self.activations if made.lane == lane), None)
+
+
+class FakeStage:
+    """Stage `index` of a ring. The first one embeds, so it alone meets token ids that do not exist."""
+
+    def __init__(self, index: int, lanes: int, max_rows: int, model: FakeModel) -> None:
+        self.index = index
+        self.ledger = Ledger(lanes, max_rows, stage=index)
+        self.rows = Rows(lanes, max_rows)
+        self._model = model
+
+    def open_epoch(self, epoch: Epoch) -> None:
+        """Every row is void; the buffers keep their bytes, which nobody may read any more."""
+        self.ledger.reset(epoch)
+
+    def handle(self, parcel: Parcel, faults: Sequence[StageFault] = ()) -> Parcel | None:
+        """What goes on to the next leg; None for a frame that was applied before."""
+        frame = parcel.frame
+        self._suffer(frame, faults)
+        if parcel.is_refused:
+            return replace(parcel, lanes=self._least(parcel))
+        own = self._bad_tokens(frame) + _scripted(self.index, frame, faults)
+        applied = self.ledger.apply(frame, (*parcel.refusals, *own))
+        if applied.standing is Standing.APPLIED:
+            return None
+        refusals = (
+            applied.refusals if applied.standing is Standing.REFUSED else own + applied.refusals
+        )
+        for copy in applied.copies:
+            self.rows.copy(copy.source, copy.target, copy.rows)
+        made = tuple(self._compute(segment, parcel) for segment in applied.segments)
+        refusals = (*parcel.refusals, *refusals)
+        return replace(parcel, activations=made, refusals=refusals, lanes=self._least(parcel))
+
+    def reply(self, parcel: Parcel) -> Reply:
+        """The tail's answer. Tokens come from this stage's own rows and the activations that it made."""
+        frame = parcel.frame
+        segments = tuple(self._sampled(segment, parcel) for segment in frame.segments)
+        return Reply(
+            frame.epoch, frame.seq, segments, parcel.lanes, parcel.refusals, parcel.timings
+        )
+
+    def _compute(self, segment: Segment, parcel: Parcel) -> Activations:
+        received = None if self.index == 0 else parcel.of_lane(segment.lane)
+        made = self.rows.write_and_read(segment.lane, segment.start, segment.tokens, received)
+        return Activations(segment.lane, made)
+
+    def _sampled(self, segment: Segment, parcel: Parcel) -> SegmentReply:
+        made = parcel.of_lane(segment.lane)
+        if made is None or parcel.is_refused:
+            return SegmentReply(segment.lane, segment.job, segment.start, refused=True)
+        spec = segment.sampling
+        if spec is None:
+            return SegmentReply(segment.lane, segment.job, segment.start)
+        tokens, logprobs = [], []
+        for row in segment.sampled_rows:
+            activation = int(made[row - segment.start])
+            history = self.rows.history(segment.lane, row)
+            tokens.append(self._model.choose(activation, history, spec))
+            if spec.logprobs is not None:
+                logprobs.append(self._model.logprobs(activation, tokens[-1], spec.logprobs))
+        return SegmentReply(
+            segment.lane, segment.job, segment.start, tuple(tokens), tuple(logprobs)
+        )
+
+    def _least(self, parcel: Parcel) -> tuple[LaneRows, ...]:
+        before = {known.lane: known.valid_rows for known in parcel.lanes}
+        return tuple(
+            LaneRows(lane, min(self.ledger.valid_rows(lane), before.get(lane, 1 << 62)))
+            for lane in _touched(parcel.frame)
+            if lane < self.ledger.lanes
+        )
+
+    def _bad_tokens(self, frame: Frame) -> tuple[Refusal, ...]:
+        if self.index > 0:
+            return ()
+        return tuple(
+            Refusal(
+                RefusalCode.BAD_FRAME,
+                self.index,
+                segment.lane,
+                f"token id {max(segment.tokens)} of a vocabulary of {self._model.vocab_size}",
+            )
+            for segment in frame.segments
+            if max(segment.tokens) >= self._model.vocab_size
+        )
+
+    def _suffer(self, frame: Frame, faults: Sequence[StageFault]) -> None:
+        for fault in faults:
+            if isinstance(fault, Restart):
+                self.rows.wipe()
+                for lane in range(self.ledger.lanes):
+                    self.ledger.truncate(LaneId(lane), 0)
+            elif isinstance(fault, CorruptRow) and self._is_new(frame):
+                self._corrupt(fault, next(op for op in frame.ops if reopens(op)))
+
+    def _is_new(self, frame: Frame) -> bool:
+        """Only a frame that is going to be applied has its claims checked."""
+        return (frame.epoch, frame.seq) == (self.ledger.epoch, self.ledger.next_seq)
+
+    def _corrupt(self, fault: CorruptRow, op: OpenLane | CopyRows) -> None:
+        if not isinstance(op, OpenLane) or op.lane >= self.ledger.lanes:
+            return
+        row = fault.row % op.cached_prefix
+        if row >= self.ledger.valid_rows(op.lane):
+            return
+        self.rows.tokens[op.lane, row] ^= np.uint64(1)
+        if fault.in_ledger:
+            # No frame can say this, so it has no method of the ledger.
+            self.ledger._lanes[op.lane].tokens[row] ^= 1
+
+
+def reopens(op: OpenLane | CopyRows) -> bool:
+    """Whether the op opens a lane whose first rows are to be reused."""
+    return isinstance(op, OpenLane) and op.cached_prefix > 0
+
+
+def _touched(frame: Frame) -> tuple[LaneId, ...]:
+    ops = (op.target if isinstance(op, CopyRows) else op.lane for op in frame.ops)
+    return tuple(dict.fromkeys((*ops, *(segment.lane for segment in frame.segments))))
+
+
+def _scripted(stage: int, frame: Frame, faults: Sequence[StageFault]) -> tuple[Refusal, ...]:
+    code = next((fault.code for fault in faults if isinstance(fault, Refuse)), None)
+    if code is None:
+        return ()
+    return tuple(Refusal(code, stage, lane, "scripted") for lane in _touched(frame))
