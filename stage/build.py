@@ -1,0 +1,145 @@
+"""Makes a stage ready to take frames: loads its slice, probes its numerics, warms it up, and reports what it is.
+
+Decides what has to be true before a stage may serve, and how the stages' reports become one RingInfo. May touch the
+scratch lane only. It knows no transport: threads and actors call it alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from coordinator.errors import ModelUnusable, NumericsNotExact
+from coordinator.frames import PROTOCOL_VERSION
+from coordinator.ring import RingInfo, StageProgress
+from stage.attention import Numerics, RowSegment
+from stage.config import RingConfig
+from stage.fingerprint import fingerprint
+from stage.model.slice import ModelSlice, RowBatch, load_slice
+from stage.numerics import probe_numerics
+from stage.stage import Stage
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[StageProgress], None]
+
+# A decode step and a prefill chunk: the two shapes of call that a job begins with.
+_WARM_UP_ROWS = (1, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What a loaded stage says of itself."""
+
+    protocol_version: int
+    fingerprint: str
+    vocab_size: int
+    layers: int  # of the whole model
+    numerics: str
+    exact: bool
+    device: str
+
+
+def build_stage(
+    config: RingConfig, index: int, device: str, progress: Progress
+) -> tuple[Stage, StageReport]:
+    """Raises SetupError. `device` is torch's name for it."""
+    torch.set_num_threads(config.threads)
+    note = _Notes(index, progress)
+    first, last = config.splits[index]
+    model = load_slice(
+        config.model_dir,
+        first,
+        last,
+        lanes=config.lanes,
+        max_rows=config.max_rows,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device(device),
+        numerics=Numerics.FAST if config.numerics == "fast" else Numerics.EXACT,
+        progress=note.loading,
+    )
+    note.say("warming up")
+    _warm_up(model)
+    note.say("probing numerics")
+    exact, words = _probe(config, index, model)
+    note.say("ready")
+    report = StageReport(
+        protocol_version=PROTOCOL_VERSION,
+        fingerprint=fingerprint(config.model_dir),
+        vocab_size=model.decoder.vocab_size,
+        layers=model.decoder.n_layers,
+        numerics=words,
+        exact=exact,
+        device=device,
+    )
+    log.info("ready stage=%d layers=%d-%d numerics=%s", index, first, last, words)
+    return Stage(index, model), report
+
+
+def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
+    """Raises ModelUnusable when the stages do not belong together."""
+    if len({(report.protocol_version, report.fingerprint) for report in reports}) > 1:
+        raise ModelUnusable("the stages read different models or run different versions")
+    head = reports[0]
+    if config.splits[-1][1] != head.layers:
+        raise ModelUnusable(f"the stages hold {config.splits[-1][1]} of {head.layers} layers")
+    # The stage with the worst verdict speaks for the ring.
+    numerics = min(reports, key=lambda report: report.exact).numerics
+    return RingInfo(
+        protocol_version=head.protocol_version,
+        model=config.model,
+        model_fingerprint=head.fingerprint,
+        stages=config.stages,
+        lanes=config.lanes,
+        max_rows=config.max_rows,
+        vocab_size=head.vocab_size,
+        numerics=numerics,
+        exact=all(report.exact for report in reports),
+        devices=tuple(report.device for report in reports),
+    )
+
+
+class _Notes:
+    """Turns what the loader counts into progress of this stage, ten times a second at most."""
+
+    def __init__(self, index: int, progress: Progress) -> None:
+        self._last = StageProgress(index, 0, 0)
+        self._progress = progress
+        self._told_at = 0.0
+
+    def loading(self, done: int, total: int) -> None:
+        self._last = StageProgress(self._last.stage, done, total, "loading")
+        now = time.monotonic()
+        if done == total or now - self._told_at >= 0.1:
+            self._told_at = now
+            self._progress(self._last)
+
+    def say(self, note: str) -> None:
+        last = self._last
+        self._progress(StageProgress(last.stage, last.bytes_done, last.bytes_total, note))
+
+
+def _probe(config: RingConfig, index: int, model: ModelSlice) -> tuple[bool, str]:
+    if config.numerics == "fast":
+        return False, "fast (not probed)"
+    report = probe_numerics(model)
+    if config.numerics == "exact" and not report.exact:
+        raise NumericsNotExact(f"stage {index} on {model.decoder.device}: {report}")
+    return report.exact, str(report)
+
+
+def _warm_up(model: ModelSlice) -> None:
+    lane = model.rows.scratch_lane
+    try:
+        for rows in _WARM_UP_ROWS:
+            batch = RowBatch((0,) * rows, (RowSegment(lane, 0, rows),), asked=(rows - 1,))
+            hidden = None
+            if not model.decoder.is_head:
+                hidden = torch.zeros((rows, model.decoder.hidden_size), dtype=model.decoder.dtype)
+            model.forward(batch, hidden)
+    finally:
+        model.rows.clear(lane, 0)

@@ -1,0 +1,53 @@
+"""What a ring of real stages is made of. Defaults are written here once; the command line shows them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.errors import InvalidSetting
+
+DTYPES = ("float32", "bfloat16", "float16")
+NUMERICS = ("auto", "exact", "fast")
+
+
+@dataclass(frozen=True, slots=True)
+class RingConfig:
+    """Raises InvalidSetting. The model's folder is read by every stage, under the same path on every host."""
+
+    model_dir: Path
+    model: str  # the name that it is served under
+    splits: tuple[tuple[int, int], ...]  # each stage's layers [first, last)
+    lanes: int = 4
+    max_rows: int = 4096
+    device: str = "cpu"  # or "cuda": one GPU a stage
+    dtype: str = "float32"
+    # auto: as exact as the device gives; exact: refuse to start otherwise; fast: no paddings.
+    numerics: str = "auto"
+    # Threads of one stage's compute. Two stages of one thread fill two cores; more threads only pay on idle cores.
+    threads: int = 1
+    # What a stage on a CPU asks of Ray. It bounds how many stages fit; it does not pin them.
+    cpu_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        self._check_splits()
+        for name in ("lanes", "max_rows", "threads"):
+            if getattr(self, name) < 1:
+                raise InvalidSetting(name, f"must be at least 1, got {getattr(self, name)}")
+        for name, known in (("dtype", DTYPES), ("numerics", NUMERICS), ("device", ("cpu", "cuda"))):
+            if getattr(self, name) not in known:
+                raise InvalidSetting(name, f"must be one of {', '.join(known)}")
+        if not self.cpu_share > 0:
+            raise InvalidSetting("cpu_share", "must be greater than 0")
+
+    def _check_splits(self) -> None:
+        ends = (0, *(last for _, last in self.splits))
+        if not self.splits or any(
+            first != end or last <= first
+            for (first, last), end in zip(self.splits, ends, strict=False)
+        ):
+            raise InvalidSetting("splits", f"{self.splits} does not follow the layers from 0 on")
+
+    @property
+    def stages(self) -> int:
+        return len(self.splits)

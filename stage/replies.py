@@ -1,0 +1,79 @@
+"""Where replies and the news of a loss wait for the coordinator's event loop.
+
+Decides nothing but order: replies come out as they came in, those of earlier epochs are dropped, and once the ring is
+lost every call says so. Any thread may put something in; only the loop's own tasks take out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from coordinator.errors import RingLost
+from coordinator.frames import Epoch, Reply
+from stage.messages import ReplyMessage
+
+
+class ReplyQueue:
+    """Belongs to the running loop that made it. `on_lost` runs there once, at the first loss."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_lost = on_lost
+        self._replies: deque[Reply] = deque()
+        self._changed = asyncio.Event()
+        self._epoch = Epoch(0)
+        self._lost: tuple[int | None, str] | None = None
+
+    # From any thread
+
+    def push(self, message: ReplyMessage) -> None:
+        self._call(lambda: self._add(message))
+
+    def lose(self, stage: int | None, reason: str) -> None:
+        self._call(lambda: self.fail(stage, reason))
+
+    # On the loop
+
+    def open_epoch(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._replies.clear()
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._epoch
+
+    @property
+    def loss(self) -> str | None:
+        return None if self._lost is None else str(RingLost(*self._lost))
+
+    def check(self) -> None:
+        """Raises RingLost once the ring is lost."""
+        if self._lost is not None:
+            raise RingLost(*self._lost)
+
+    def fail(self, stage: int | None, reason: str) -> None:
+        if self._lost is None:
+            self._lost = (stage, reason)
+            self._changed.set()
+            self._on_lost()
+
+    async def next(self) -> Reply:
+        while True:
+            self.check()
+            if self._replies:
+                return self._replies.popleft()
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _add(self, message: ReplyMessage) -> None:
+        if message.opened == self._epoch:
+            self._replies.append(message.reply)
+            self._changed.set()
+
+    def _call(self, action: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(action)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits any more

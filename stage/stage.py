@@ -1,0 +1,303 @@
+"""One stage: takes a frame, refuses or computes it, and says what the next stage or the coordinator gets.
+
+Decides the order of things: check the message, apply the frame to the ledger, then the ops, then all taken segments
+in one call of the slice, and on the tail sampling. Every row it computes was taken by its own ledger first. It may
+not decide what is refused (the ledger does) nor how messages travel. A frame never ends it; an error in computing
+does, since the rows behind it are then unknown.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from coordinator.errors import InvalidValue
+from coordinator.frames import (
+    CopyRows,
+    Epoch,
+    Frame,
+    LaneId,
+    LaneRows,
+    Refusal,
+    RefusalCode,
+    Reply,
+    Segment,
+    SegmentReply,
+    StageTiming,
+)
+from coordinator.ledger import Applied, Ledger, Standing
+from stage.attention import RowSegment
+from stage.messages import FrameMessage, Garbled, ReplyMessage
+from stage.model.slice import ModelSlice, RowBatch
+from stage.sampling import AskedRow, NotFinite, SampledRow, check_spec, sample_rows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Seconds that a message waited for this stage, and those that it was on its way and being decoded."""
+
+    queue_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class Stage:
+    """One replica: its ledger and its slice. One thread processes; `open_epoch` may come from another one."""
+
+    def __init__(self, index: int, model: ModelSlice) -> None:
+        self.index = index
+        self.model = model
+        self.ledger = Ledger(model.rows.lanes, model.rows.max_rows, stage=index)
+        self._opened = Epoch(0)
+        self._lock = Lock()
+
+    def open_epoch(self, epoch: Epoch) -> None:
+        """Voids every row. Waits for the frame being computed; those that wait behind it are dropped."""
+        self._opened = epoch
+        with self._lock:
+            self.ledger.reset(epoch)
+
+    def process(
+        self, message: FrameMessage | Garbled, waited: Waited = Waited()
+    ) -> FrameMessage | ReplyMessage | None:
+        """What goes on from here; None when the frame is void or was applied before."""
+        with self._lock:
+            if message.opened != self._opened:
+                log.debug("dropped stage=%d epoch=%d", self.index, message.opened)
+                return None
+            if isinstance(message, Garbled):
+                message = _unread(message, self.index)
+            started = time.perf_counter()
+            outcome = self._take(message)
+            if outcome is None:
+                return None
+            spent = time.perf_counter() - started
+            timing = StageTiming(self.index, waited.queue_s, spent, waited.transfer_s)
+            return _with_timing(outcome, timing, self.model.decoder.is_tail)
+
+    def _take(self, message: FrameMessage) -> FrameMessage | ReplyMessage | None:
+        frame = message.frame
+        refusals = message.refusals if message.refused_whole else self._check(message)
+        if _is_whole(refusals):
+            return self._refuse(message, refusals)
+        applied = self.ledger.apply(frame, refusals)
+        if applied.standing is Standing.APPLIED:
+            log.debug("ignored stage=%d epoch=%d seq=%d", self.index, frame.epoch, frame.seq)
+            return None
+        refusals += applied.refusals
+        if applied.standing is Standing.REFUSED:
+            return self._refuse(message, refusals)
+        self._run_ops(frame, applied, {refusal.lane for refusal in refusals})
+        message = replace(message, refusals=refusals)
+        output = self._compute(message, applied.segments)
+        if self.model.decoder.is_tail:
+            return self._reply(message, applied.segments, output)
+        computed = tuple(segment.lane for segment in applied.segments)
+        return replace(message, lanes=self._least(message), computed=computed, hidden=output)
+
+    def _refuse(self, message: FrameMessage, refusals: tuple[Refusal, ...]) -> FrameMessage:
+        """The whole frame goes on to the tail without rows, for the coordinator to hear of it."""
+        lanes = self._least(message)
+        return replace(message, refusals=refusals, lanes=lanes, computed=(), hidden=None)
+
+    # What the ledger cannot know
+
+    def _check(self, message: FrameMessage) -> tuple[Refusal, ...]:
+        """The refusals so far and those that this stage adds before it asks its ledger."""
+        added: list[Refusal] = []
+        if self.model.decoder.is_head:
+            added.extend(self._check_tokens(message.frame))
+        detail = self._check_hidden(message)
+        if detail is not None:
+            added.append(Refusal(RefusalCode.BAD_FRAME, self.index, None, detail))
+        return (*message.refusals, *added)
+
+    def _check_tokens(self, frame: Frame) -> Iterator[Refusal]:
+        for segment in frame.segments:
+            detail = _outside(segment, self.model.decoder.vocab_size)
+            if detail is not None:
+                yield Refusal(RefusalCode.BAD_FRAME, self.index, segment.lane, detail)
+
+    def _check_hidden(self, message: FrameMessage) -> str | None:
+        """Hidden rows belong to the segments that the stages before computed, neither more nor fewer."""
+        if self.model.decoder.is_head:
+            clean = message.hidden is None and not message.computed
+            return None if clean else "hidden rows came to the first stage"
+        refused = {refusal.lane for refusal in message.refusals}
+        segments = message.frame.segments
+        wanted = tuple(segment.lane for segment in segments if segment.lane in message.computed)
+        missing = [
+            s.lane for s in segments if s.lane not in message.computed and s.lane not in refused
+        ]
+        rows = sum(segment.width for segment in segments if segment.lane in message.computed)
+        shape = None if message.hidden is None else tuple(message.hidden.shape)
+        expected = (rows, self.model.decoder.hidden_size) if rows else None
+        if wanted != message.computed or missing or shape != expected:
+            return f"hidden rows {shape} for lanes {message.computed}, expected {expected}"
+        return None
+
+    # What is computed
+
+    def _run_ops(self, frame: Frame, applied: Applied, refused: set[LaneId | None]) -> None:
+        """In the frame's order: a copy may read what a later opening gives up."""
+        rows = self.model.rows
+        for op in frame.ops:
+            if isinstance(op, CopyRows):
+                if op in applied.copies:
+                    rows.copy_rows(op.source, op.target, op.rows)
+            elif op.lane not in refused:
+                # Void rows are zeroed: a mask does not keep one conversation's NaN from the next one.
+                rows.clear(op.lane, op.cached_prefix)
+
+    def _compute(self, message: FrameMessage, taken: tuple[Segment, ...]) -> Tensor | None:
+        """Hidden rows, or on the tail logits of the asked rows; None when nothing was taken."""
+        if not taken:
+            return None
+        batch = RowBatch(
+            token_ids=tuple(token for segment in taken for token in segment.tokens),
+            segments=tuple(RowSegment(s.lane, s.start, s.width) for s in taken),
+            asked=tuple(_asked(taken)) if self.model.decoder.is_tail else (),
+        )
+        output = self.model.forward(batch, _select(message, taken))
+        return output.hidden if output.logits is None else output.logits
+
+    def _least(self, message: FrameMessage) -> tuple[LaneRows, ...]:
+        """For each lane that the frame touches, the least valid rows of the stages so far."""
+        before = {lane.lane: lane.valid_rows for lane in message.lanes}
+        rows = {
+            lane: self.ledger.valid_rows(lane)
+            for lane in _touched(message.frame)
+            if lane < self.ledger.lanes
+        }
+        return tuple(LaneRows(lane, min(n, before.get(lane, n))) for lane, n in rows.items())
+
+    def _reply(
+        self, message: FrameMessage, taken: tuple[Segment, ...], logits: Tensor | None
+    ) -> ReplyMessage:
+        frame = message.frame
+        sampled, added = self._sample(taken, logits)
+        refusals = (*message.refusals, *added)
+        segments = tuple(_segment_reply(s, sampled.get(s.lane)) for s in frame.segments)
+        lanes = self._least(message)
+        reply = Reply(frame.epoch, frame.seq, segments, lanes, refusals, message.timings)
+        return ReplyMessage(message.opened, reply)
+
+    def _sample(
+        self, taken: tuple[Segment, ...], logits: Tensor | None
+    ) -> tuple[dict[LaneId, list[SampledRow]], list[Refusal]]:
+        """The sampled rows by lane; a lane whose logits are not finite is refused and its rows are void."""
+        sampled: dict[LaneId, list[SampledRow]] = {segment.lane: [] for segment in taken}
+        asked = [(s, self._asked_row(s, row)) for s in taken for row in s.sampled_rows]
+        if logits is None or not asked:
+            return sampled, []
+        try:
+            rows = sample_rows(logits, [row for _, row in asked])
+        except NotFinite as error:
+            bad = {asked[row][0].lane for row in error.rows}
+            keep = [n for n, (segment, _) in enumerate(asked) if segment.lane not in bad]
+            asked = [asked[n] for n in keep]
+            rows = sample_rows(logits[keep], [row for _, row in asked])
+            refusals = [self._void(s) for s in taken if s.lane in bad]
+            sampled = {lane: [] for lane in sampled if lane not in bad}
+        else:
+            refusals = []
+        for (segment, _), row in zip(asked, rows, strict=True):
+            sampled[segment.lane].append(row)
+        return sampled, refusals
+
+    def _void(self, segment: Segment) -> Refusal:
+        self.ledger.truncate(segment.lane, segment.start)
+        detail = "the model's logits are not finite"
+        log.error("refused stage=%d lane=%d reason=%s", self.index, segment.lane, detail)
+        return Refusal(RefusalCode.BAD_FRAME, self.index, segment.lane, detail)
+
+    def _asked_row(self, segment: Segment, row: int) -> AskedRow:
+        assert segment.sampling is not None
+        history = self.ledger.tokens(segment.lane, row + 1)
+        return AskedRow(history, segment.sampling, segment.prompt_tokens)
+
+
+def _unread(garbled: Garbled, index: int) -> FrameMessage:
+    log.warning(
+        "refused stage=%d epoch=%d seq=%d reason=%s",
+        index,
+        garbled.epoch,
+        garbled.seq,
+        garbled.detail,
+    )
+    refusal = Refusal(RefusalCode.BAD_FRAME, index, None, garbled.detail)
+    return FrameMessage(garbled.opened, Frame(garbled.epoch, garbled.seq), (refusal,))
+
+
+def _is_whole(refusals: tuple[Refusal, ...]) -> bool:
+    return any(refusal.lane is None for refusal in refusals)
+
+
+def _outside(segment: Segment, vocab_size: int) -> str | None:
+    """What in the segment only a larger vocabulary could mean."""
+    largest = max(segment.tokens)
+    if largest >= vocab_size:
+        return f"token id {largest}, but the vocabulary has {vocab_size}"
+    try:
+        if segment.sampling is not None:
+            check_spec(segment.sampling, vocab_size)
+    except InvalidValue as error:
+        return str(error)
+    return None
+
+
+def _with_timing(
+    outcome: FrameMessage | ReplyMessage, timing: StageTiming, is_tail: bool
+) -> FrameMessage | ReplyMessage:
+    if isinstance(outcome, ReplyMessage):
+        reply = outcome.reply
+        return replace(outcome, reply=replace(reply, timings=(*reply.timings, timing)))
+    timings = (*outcome.timings, timing)
+    if not is_tail:
+        return replace(outcome, timings=timings)
+    frame = outcome.frame
+    segments = tuple(SegmentReply(s.lane, s.job, s.start, refused=True) for s in frame.segments)
+    reply = Reply(frame.epoch, frame.seq, segments, outcome.lanes, outcome.refusals, timings)
+    return ReplyMessage(outcome.opened, reply)
+
+
+def _touched(frame: Frame) -> tuple[LaneId, ...]:
+    ops = [op.target if isinstance(op, CopyRows) else op.lane for op in frame.ops]
+    return tuple(dict.fromkeys((*ops, *(segment.lane for segment in frame.segments))))
+
+
+def _asked(taken: tuple[Segment, ...]) -> Iterator[int]:
+    """The sampled rows' places in the batch."""
+    offset = 0
+    for segment in taken:
+        yield from (offset + row - segment.start for row in segment.sampled_rows)
+        offset += segment.width
+
+
+def _select(message: FrameMessage, taken: tuple[Segment, ...]) -> Tensor | None:
+    """The hidden rows of the taken segments: a lane that only this stage refused came with rows to drop."""
+    if message.hidden is None or len(taken) == len(message.computed):
+        return message.hidden
+    computed = [s for s in message.frame.segments if s.lane in message.computed]
+    parts = message.hidden.split([segment.width for segment in computed])
+    kept = zip(computed, parts, strict=True)
+    return torch.cat([part for segment, part in kept if segment in taken])
+
+
+def _segment_reply(segment: Segment, sampled: list[SampledRow] | None) -> SegmentReply:
+    if sampled is None:
+        return SegmentReply(segment.lane, segment.job, segment.start, refused=True)
+    return SegmentReply(
+        segment.lane,
+        segment.job,
+        segment.start,
+        tuple(row.token for row in sampled),
+        tuple(row.logprobs for row in sampled if row.logprobs is not None),
+    )

@@ -1,0 +1,202 @@
+"""The command line: what it refuses, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from coordinator.config import SchedulerSettings
+from coordinator.errors import InvalidSetting, ModelUnusable
+from coordinator.ring import StageProgress
+from gateway.cli import app
+from gateway.client import Client
+from gateway.models import find_model
+from gateway.progress import LineBoard, open_board
+from gateway.settings import GrpcSettings, RingKind, ServeSettings
+from gateway.turns import TextPrompt, TurnRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from gateway.cli import main; main()"]
+
+
+def ringserve(*arguments: str, **environment: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, arguments, env=environment)
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "fake", "--ring", "fake", "--stages", "0"),
+        ("serve", "fake", "--ring", "fake", "--lanes", "-1"),
+        ("serve", "fake", "--ring", "fake", "--max-rows", "1"),
+        ("serve", "fake", "--ring", "fake", "--drafts", "-1"),
+        ("serve", "fake", "--ring", "fake", "--grpc-port", "70000"),
+        ("serve", "fake", "--ring", "fake", "--host", "0.0.0.0"),
+        ("serve", "fake", "--ring", "square"),
+        ("serve", "fake", "--no-such-flag"),
+        ("serve",),
+    ],
+)
+def test_an_impossible_flag_is_bad_usage(arguments: tuple[str, ...]) -> None:
+    code, output = ringserve(*arguments)
+    assert code == 2
+    assert "Traceback" not in output
+
+
+def test_a_model_that_is_not_there_is_one_clear_line() -> None:
+    for command in ("serve", "plan"):
+        code, output = ringserve(command, "/no/such/model")
+        assert (code, output) == (1, "error: there is no folder /no/such/model\n")
+
+
+def test_a_flag_has_a_name_in_the_environment_and_the_flag_wins() -> None:
+    flags = ("serve", "fake", "--ring", "fake")
+    code, output = ringserve(*flags, RINGSERVE_STAGES="0")
+    assert (code, output) == (2, "error: stages: must be at least 1, got 0\n")
+    code, output = ringserve(*flags, "--stages", "-1", RINGSERVE_STAGES="0")
+    assert output == "error: stages: must be at least 1, got -1\n"
+
+
+def test_help_shows_the_defaults_of_the_settings() -> None:
+    code, output = ringserve("serve", "--help", COLUMNS="200", TERM="dumb")
+    assert code == 0
+    assert f"[default: {ServeSettings(model='m').lanes}]" in output
+    assert f"[default: {SchedulerSettings().max_drafts}]" in output
+    assert "RINGSERVE_MAX_ROWS" in output
+
+
+def test_neither_help_nor_a_fake_ring_needs_what_is_heavy() -> None:
+    script = (
+        "import sys; import gateway.cli; light = set(sys.modules);"
+        "import gateway.serve, gateway.chat.byte_tokenizer;"
+        "print(sorted({'grpc', 'torch', 'ray', 'transformers'} & light),"
+        "sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[] []\n"
+
+
+def test_a_host_that_others_reach_must_be_allowed() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.4", "example.org"):
+        with pytest.raises(InvalidSetting):
+            GrpcSettings(host=host)
+        assert GrpcSettings(host=host, insecure=True).host == host
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
+        assert GrpcSettings(host=host).host == host
+
+
+def test_a_local_folder_is_a_model_by_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-model"
+    folder.mkdir()
+    found = find_model(str(folder), lambda _: None)
+    assert (found.path, found.name) == (folder, "tiny-model")
+
+
+def test_a_hub_id_that_is_not_cached_fails_in_one_line_when_offline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelUnusable) as refused:
+        find_model("nobody/no-such-model", lambda _: None)
+    assert "\n" not in str(refused.value)
+
+
+def test_lines_of_progress_are_few_and_tell_each_stage() -> None:
+    lines: list[str] = []
+    sink = LineBoard(lines.append).sink("ring-0")
+    for stage in range(2):
+        for done in range(0, 101):
+            sink(StageProgress(stage, done * 2**20, 100 * 2**20, "weights"))
+        sink(StageProgress(stage, 100 * 2**20, 100 * 2**20, "warm-up"))
+    assert len(lines) == 2 * 6
+    assert lines[0] == "ring-0 stage 0 weights 0 of 100 MiB"
+    assert lines[-1] == "ring-0 stage 1 warm-up 100 of 100 MiB"
+
+
+def test_a_terminal_gets_bars_and_a_pipe_gets_lines() -> None:
+    shown = {}
+    for terminal in (True, False):
+        out = StringIO()
+        console = Console(file=out, force_terminal=terminal, width=100)
+        with open_board(console) as board:
+            board.note("[b] downloading")
+            board.sink("ring-0")(StageProgress(0, 2**20, 2**21, "weights"))
+        shown[terminal] = out.getvalue()
+    assert shown[False] == "[b] downloading\nring-0 stage 0 weights 1 of 2 MiB\n"
+    assert "\x1b[" in shown[True]
+    assert "━" in shown[True]
+
+
+@asynccontextmanager
+async def server(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """A server in its own process, and its ready line."""
+    process = await asyncio.create_subprocess_exec(
+        *(*COMMAND, "serve", "demo", "--ring", "fake", *flags),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "RINGSERVE_LANES": "3"},
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            yield process, (await process.stdout.readline()).decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_drains_and_ends_well(number: signal.Signals) -> None:
+    async with server() as (process, ready):
+        process.send_signal(number)
+        rest, errors = await process.communicate()
+    assert ready.startswith("ready: grpc 127.0.0.1:")
+    assert "3 lanes x 4096 rows" in ready
+    assert "numerics exact" in ready
+    assert (process.returncode, rest) == (0, b"")
+    assert b"draining" in errors
+    assert b"Traceback" not in errors
+
+
+async def test_a_second_signal_stops_a_drain_at_once() -> None:
+    endless = TurnRequest(TextPrompt("x"), ignore_eos=True)
+    async with (
+        server("--max-rows", "100000", "--drafts", "0") as (process, ready),
+        Client(ready.split()[2].rstrip(",")) as client,
+        client.generate(endless) as stream,
+    ):
+        await anext(stream)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        while b"draining" not in (line := await process.stderr.readline()):
+            assert line
+        process.send_signal(signal.SIGINT)
+        errors = await process.stderr.read()
+        assert await process.wait() == 130
+    assert b"Traceback" not in errors
+
+
+def test_settings_refuse_what_cannot_be() -> None:
+    for wrong in ({"rings": 0}, {"model": ""}, {"max_rows": 0}):
+        with pytest.raises(InvalidSetting):
+            ServeSettings(**{"model": "m", "ring": RingKind.FAKE, **wrong})
