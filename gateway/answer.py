@@ -1,0 +1,87 @@
+"""The text side of one running turn: sampled ids in, what a client may be shown out.
+
+It decides where the answer ends as text: at a stop string or a stop token, neither of which is shown. It holds back
+what may be the beginning of a stop string or half a character. It cancels nothing: the service does, when `matched`
+is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.requests import TokenDelta
+from gateway.chat.stops import StopMatcher
+from gateway.chat.tokenizer import ChatTokenizer
+from gateway.turns import TurnDelta
+
+# Tokens that a stop string may reach back over, when looking for the ids that spell only what was shown.
+_LONGEST_STOP_TOKENS = 32
+
+
+class Answer:
+    """Raises InvalidValue("stop") for stop strings that cannot be looked for."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, stop: Sequence[str], stop_tokens: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._letters = tokenizer.detokenizer()
+        self._matcher = StopMatcher(stop)
+        self._stop_tokens = stop_tokens
+        self._shown: list[str] = []
+        self.token_ids: list[int] = []
+        self.matched: str | int | None = None
+
+    def feed(self, delta: TokenDelta) -> TurnDelta:
+        """What to send for these tokens. Those behind the end of the answer are dropped."""
+        taken = 0
+        text = ""
+        for token in delta.tokens:
+            if self.matched is not None:
+                break
+            taken += 1
+            text += self._take(token)
+        self._shown.append(text)
+        return TurnDelta(delta.tokens[:taken], text, delta.logprobs[:taken])
+
+    def _take(self, token: int) -> str:
+        self.token_ids.append(token)
+        if token in self._stop_tokens:
+            self.matched = token
+            return ""
+        return self._match(self._letters.feed((token,)), tokens=1)
+
+    def _match(self, text: str, *, tokens: int) -> str:
+        result = self._matcher.feed(text, tokens)
+        if result.stop is not None:
+            self.matched = result.stop
+        return result.text
+
+    def flush(self) -> str:
+        """The text that was held back, once no more tokens come."""
+        if isinstance(self.matched, str):
+            return ""
+        end, self.matched = self.matched, None
+        text = self._match(self._letters.flush(), tokens=0)
+        if self.matched is None:
+            self.matched = end
+            text += self._matcher.flush().text
+        self._shown.append(text)
+        return text
+
+    def history(self) -> tuple[tuple[int, ...], str]:
+        """The ids that the next turn may go on from, and what they render to, special tokens included.
+
+        After a stop string these are the ids that spell what was shown, if any do; else none.
+        """
+        ids = tuple(self.token_ids)
+        if isinstance(self.matched, str):
+            ids = self._shown_ids(ids)
+        return ids, self._tokenizer.decode(ids, skip_special=False)
+
+    def _shown_ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        shown = "".join(self._shown)
+        for kept in range(len(ids), max(len(ids) - _LONGEST_STOP_TOKENS, 0), -1):
+            if self._tokenizer.decode(ids[:kept]) == shown:
+                return ids[:kept]
+        return ()

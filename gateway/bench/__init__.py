@@ -1,0 +1,1 @@
+"""What `ringserve bench` measures. Ratios of two things in one run, since absolute times belong to a machine."""

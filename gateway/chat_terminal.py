@@ -1,0 +1,140 @@
+"""A terminal client on the gRPC API, for `ringserve chat`.
+
+It keeps the conversation and shows what each turn reused. Ctrl-C ends the answer that is being written; what came of it
+stays in the conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass
+
+import grpc
+from rich.console import Console
+
+from coordinator.requests import SamplingSpec, SessionId
+from gateway.chat.messages import Message
+from gateway.client import Client, error_info
+from gateway.turns import ChatPrompt, TurnDelta, TurnFinished, TurnRequest, TurnStarted
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    address: str
+    system: str | None = None
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    seed: int | None = None
+
+
+def talk(options: ChatOptions) -> int:
+    """Until the end of input; returns the exit code."""
+    console = Console(highlight=False)
+    with asyncio.Runner() as runner:
+        client = runner.run(_connect(options.address))
+        try:
+            model = runner.run(client.model())
+            console.print(
+                f"{model.name}, {model.max_context} tokens, {model.numerics}", style="dim"
+            )
+            return _converse(runner, _Conversation(client, options, console))
+        except grpc.aio.AioRpcError as error:
+            console.print(_said(error), style="red", markup=False)
+            return 1
+        finally:
+            runner.run(client.__aexit__(None, None, None))
+
+
+async def _connect(address: str) -> Client:
+    return Client(address)
+
+
+class _Conversation:
+    def __init__(self, client: Client, options: ChatOptions, console: Console) -> None:
+        self.console = console
+        self._client = client
+        self._options = options
+        self._session = SessionId(uuid.uuid4().hex)
+        system = options.system
+        self._messages = [] if system is None else [Message("system", system)]
+
+    async def turn(self, text: str) -> None:
+        """One question and its answer. Raises AioRpcError, and then the question is forgotten."""
+        self._messages.append(Message("user", text))
+        answer: list[str] = []
+        try:
+            await self._answer(answer)
+        except grpc.aio.AioRpcError:
+            if not answer:
+                del self._messages[-1]
+            raise
+        finally:
+            if answer:
+                self._messages.append(Message("assistant", "".join(answer)))
+
+    async def _answer(self, answer: list[str]) -> None:
+        asked_s = first_s = time.monotonic()
+        async with self._client.generate(self._request()) as stream:
+            async for event in stream:
+                match event:
+                    case TurnStarted(cached_prefix=cached, prompt_tokens=prompt):
+                        self.console.print(
+                            f"[{prompt} tokens, {cached} cached]", style="dim", markup=False
+                        )
+                    case TurnDelta(text=text) if text:
+                        first_s = first_s if answer else time.monotonic()
+                        answer.append(text)
+                        self.console.print(text, end="", markup=False, soft_wrap=True)
+                    case TurnFinished():
+                        self._footer(event, first_s - asked_s, time.monotonic() - first_s)
+
+    def _request(self) -> TurnRequest:
+        options = self._options
+        return TurnRequest(
+            prompt=ChatPrompt(tuple(self._messages)),
+            session=self._session,
+            sampling=SamplingSpec(temperature=options.temperature),
+            seed=options.seed,
+            max_tokens=options.max_tokens,
+        )
+
+    def _footer(self, event: TurnFinished, first_s: float, rest_s: float) -> None:
+        tokens = event.usage.generated_tokens
+        rate = (tokens - 1) / rest_s if rest_s > 0 else 0.0
+        self.console.print(
+            f"\n[{event.reason}, {tokens} tokens, first after {first_s:.2f} s, {rate:.1f} tokens/s]",
+            style="dim",
+            markup=False,
+        )
+
+
+def _converse(runner: asyncio.Runner, conversation: _Conversation) -> int:
+    console = conversation.console
+    while True:
+        try:
+            text = console.input("[bold]> [/bold]").strip()
+        except EOFError:
+            console.print()
+            return 0
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        if not text:
+            continue
+        try:
+            runner.run(conversation.turn(text))
+        except KeyboardInterrupt:
+            console.print("\n[interrupted]", style="dim", markup=False)
+        except grpc.aio.AioRpcError as error:
+            console.print(_said(error), style="red", markup=False)
+            if error.code() is grpc.StatusCode.UNAVAILABLE and error_info(error) is None:
+                return 1
+
+
+def _said(error: grpc.aio.AioRpcError) -> str:
+    info = error_info(error)
+    reason = error.code().name if info is None else info.reason
+    return f"{reason.lower()}: {error.details()}"

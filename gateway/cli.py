@@ -1,0 +1,218 @@
+"""The command line: `ringserve serve`, `plan`, `chat`, `demo` and `bench`.
+
+It parses flags and RINGSERVE_* names into settings, shows what happens and maps ends to exit codes: 0, 1 for a
+failure, 2 for bad usage, 130 when interrupted. Heavy modules are imported by the command that needs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from coordinator.config import SchedulerSettings
+from coordinator.errors import InvalidSetting, SetupError
+from gateway.flags import (
+    DeviceFlag,
+    Drafts,
+    DrainS,
+    DtypeFlag,
+    GrpcPort,
+    Host,
+    Insecure,
+    Json,
+    Lanes,
+    MaxRows,
+    Model,
+    NumericsFlag,
+    QueueLimit,
+    RayAddress,
+    Ring,
+    Rings,
+    ServedName,
+    Stages,
+    Verbose,
+)
+from gateway.settings import GrpcSettings, ServeSettings
+
+app = typer.Typer(
+    name="ringserve",
+    help="Serves one model to agents over a ring of pipeline stages.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+bench = typer.Typer(help="Measures a ring; each command has --json.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_DEFAULTS = ServeSettings(model="default")
+_GRPC = GrpcSettings()
+_SCHEDULER = SchedulerSettings()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("ringserve"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show it and exit."),
+    ] = False,
+) -> None:
+    """Serves one model to agents over a ring of pipeline stages."""
+
+
+@app.command()
+def serve(
+    model: Model,
+    stages: Stages = _DEFAULTS.stages,
+    rings: Rings = _DEFAULTS.rings,
+    lanes: Lanes = _DEFAULTS.lanes,
+    max_rows: MaxRows = _DEFAULTS.max_rows,
+    device: DeviceFlag = _DEFAULTS.device,
+    dtype: DtypeFlag = _DEFAULTS.dtype,
+    numerics: NumericsFlag = _DEFAULTS.numerics,
+    ring: Ring = _DEFAULTS.ring,
+    drafts: Drafts = _SCHEDULER.max_drafts,
+    queue_limit: QueueLimit = _SCHEDULER.queue_limit,
+    served_name: ServedName = _DEFAULTS.served_name,
+    ray_address: RayAddress = _DEFAULTS.ray_address,
+    host: Host = _GRPC.host,
+    grpc_port: GrpcPort = _GRPC.port,
+    insecure: Insecure = _GRPC.insecure,
+    drain_s: DrainS = _GRPC.drain_s,
+    verbose: Verbose = False,
+) -> None:
+    """Serves MODEL until Ctrl-C, which lets running turns end; a second one stops at once."""
+    _log_to_stderr(verbose)
+    try:
+        settings = ServeSettings(
+            model=model,
+            ring=ring,
+            stages=stages,
+            rings=rings,
+            lanes=lanes,
+            max_rows=max_rows,
+            device=device,
+            dtype=dtype,
+            numerics=numerics,
+            served_name=served_name,
+            ray_address=ray_address,
+            scheduler=SchedulerSettings(max_drafts=drafts, queue_limit=queue_limit),
+            grpc=GrpcSettings(host=host, port=grpc_port, insecure=insecure, drain_s=drain_s),
+        )
+        from gateway.serve import serve_until_interrupted
+
+        code = serve_until_interrupted(settings)
+    except SetupError as error:
+        code = fail(error)
+    raise typer.Exit(code)
+
+
+@app.command()
+def plan(
+    model: Model,
+    stages: Stages = _DEFAULTS.stages,
+    rings: Rings = _DEFAULTS.rings,
+    lanes: Lanes = _DEFAULTS.lanes,
+    max_rows: MaxRows = _DEFAULTS.max_rows,
+    device: DeviceFlag = _DEFAULTS.device,
+    dtype: DtypeFlag = _DEFAULTS.dtype,
+) -> None:
+    """Shows each stage's layers and memory, and what fits, before anything is loaded."""
+    try:
+        settings = ServeSettings(
+            model=model,
+            stages=stages,
+            rings=rings,
+            lanes=lanes,
+            max_rows=max_rows,
+            device=device,
+            dtype=dtype,
+        )
+        from gateway.plan_view import show_plan
+
+        show_plan(settings)
+    except SetupError as error:
+        raise typer.Exit(fail(error)) from None
+
+
+@app.command()
+def chat(
+    address: Annotated[
+        str, typer.Option(envvar="RINGSERVE_ADDRESS", help="HOST:PORT of a running ringserve.")
+    ],
+    system: Annotated[
+        str | None, typer.Option(envvar="RINGSERVE_SYSTEM", help="The system prompt.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(envvar="RINGSERVE_TEMPERATURE")] = 0.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(envvar="RINGSERVE_MAX_TOKENS", show_default="what the lane still holds"),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(envvar="RINGSERVE_SEED")] = None,
+) -> None:
+    """Talks to a running ringserve in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    from gateway.chat_terminal import ChatOptions, talk
+
+    options = ChatOptions(
+        address=address, system=system, temperature=temperature, max_tokens=max_tokens, seed=seed
+    )
+    raise typer.Exit(talk(options))
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(envvar="RINGSERVE_MODEL", help="As for serve.")] = "smollm2",
+    stages: Stages = _DEFAULTS.stages,
+    ring: Ring = _DEFAULTS.ring,
+    as_json: Json = False,
+) -> None:
+    """Holds an agent's conversation through a ring, then on a cold one, and compares the tokens."""
+    from gateway.demo import demo_command
+
+    try:
+        exact = demo_command(ServeSettings(model=model, stages=stages, ring=ring), as_json)
+    except SetupError as error:
+        raise typer.Exit(fail(error)) from None
+    raise typer.Exit(0 if exact else 1)
+
+
+@bench.command()
+def overhead(
+    model: Annotated[str, typer.Option(envvar="RINGSERVE_MODEL", help="As for serve.")] = "smollm2",
+    stages: Stages = _DEFAULTS.stages,
+    as_json: Json = False,
+) -> None:
+    """Times verify frames through Ray actors against the same slices in one process."""
+    from gateway.bench.overhead import overhead_command
+
+    try:
+        overhead_command(ServeSettings(model=model, stages=stages), as_json)
+    except SetupError as error:
+        raise typer.Exit(fail(error)) from None
+
+
+def fail(error: SetupError) -> int:
+    """Prints the one line and returns the exit code."""
+    typer.echo(f"error: {error}", err=True)
+    return 2 if isinstance(error, InvalidSetting) else 1
+
+
+def _log_to_stderr(verbose: bool) -> None:
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+
+def main() -> None:
+    # Ray starts processes while the gRPC server answers; gRPC's fork handlers would do nothing but complain.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    app()

@@ -1,0 +1,90 @@
+"""The flags that several commands share, each with its RINGSERVE_* name and help."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gateway.settings import Device, Dtype, Numerics, RingKind
+
+Model = Annotated[
+    str, typer.Argument(envvar="RINGSERVE_MODEL", help="A folder, a hub id, or the word smollm2.")
+]
+Stages = Annotated[int, typer.Option(envvar="RINGSERVE_STAGES", help="Stages of a ring.")]
+Rings = Annotated[int, typer.Option(envvar="RINGSERVE_RINGS", help="Rings of the same model.")]
+Lanes = Annotated[
+    int, typer.Option(envvar="RINGSERVE_LANES", help="Conversations that a ring holds at once.")
+]
+MaxRows = Annotated[
+    int | None,
+    typer.Option(
+        envvar="RINGSERVE_MAX_ROWS",
+        help="Tokens that a lane holds.",
+        show_default="what the model and the memory allow",
+    ),
+]
+DeviceFlag = Annotated[Device, typer.Option("--device", envvar="RINGSERVE_DEVICE")]
+DtypeFlag = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype", envvar="RINGSERVE_DTYPE", help="auto: float32 on CPUs, bfloat16 on GPUs."
+    ),
+]
+NumericsFlag = Annotated[
+    Numerics,
+    typer.Option(
+        "--numerics",
+        envvar="RINGSERVE_NUMERICS",
+        help="exact: refuse to start unless tokens cannot depend on what is cached.",
+    ),
+]
+Ring = Annotated[
+    RingKind,
+    typer.Option(
+        envvar="RINGSERVE_RING",
+        help="ray: an actor a stage; local: threads; fake: no model, for client authors.",
+    ),
+]
+Drafts = Annotated[
+    int, typer.Option(envvar="RINGSERVE_DRAFTS", help="Tokens drafted a step; 0 drafts none.")
+]
+QueueLimit = Annotated[
+    int, typer.Option(envvar="RINGSERVE_QUEUE_LIMIT", help="Turns that may wait for a lane.")
+]
+ServedName = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RINGSERVE_SERVED_NAME",
+        help="The model's name to clients.",
+        show_default="the folder's name",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RINGSERVE_RAY_ADDRESS",
+        help="A running Ray cluster.",
+        show_default="a Ray of our own on this machine",
+    ),
+]
+Host = Annotated[str, typer.Option(envvar="RINGSERVE_HOST", help="The address to listen on.")]
+GrpcPort = Annotated[
+    int, typer.Option(envvar="RINGSERVE_GRPC_PORT", help="The port to listen on; 0: a free one.")
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure", envvar="RINGSERVE_INSECURE", help="Allow a host that others can reach."
+    ),
+]
+DrainS = Annotated[
+    float,
+    typer.Option(envvar="RINGSERVE_DRAIN_S", help="Seconds that running turns get at the end."),
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", envvar="RINGSERVE_VERBOSE", help="Log to stderr.")
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object as the last line of the output.")
+]

@@ -1,0 +1,209 @@
+"""The composition root: puts a model, its rings, the coordinator and the fronts together, and takes them apart.
+
+The only module that knows the three kinds of rings and the wire at once. What is heavy (torch, ray, transformers) is
+imported when a ring needs it, so that a fake ring starts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator.clock import SystemClock
+from coordinator.driver import RingDriver
+from coordinator.ring import Ring, RingInfo
+from coordinator.router import Router
+from gateway.chat.tokenizer import ChatTokenizer
+from gateway.models import find_model
+from gateway.progress import ProgressBoard
+from gateway.rpc.server import serve_grpc
+from gateway.service import GenerationService
+from gateway.settings import Device, Dtype, RingKind, ServeSettings
+
+if TYPE_CHECKING:
+    from stage.config import RingConfig
+    from stage.plan import Plan
+
+# Rows of a fake ring's lane when none were asked for.
+_FAKE_ROWS = 4096
+# Memory of a GPU that this host cannot ask: taken to be enough.
+_UNKNOWN_BYTES = 2**62
+# Seconds that a fake stage takes for a frame, so that answers stream as a model's do.
+_FAKE_STEP_S = 0.001
+# The fake model writes printable ASCII: one byte a token, so that its text has the length of its ids.
+_FAKE_LOW, _FAKE_HIGH = 32, 127
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A process that serves."""
+
+    service: GenerationService
+    router: Router
+    tokenizer: ChatTokenizer
+    info: RingInfo
+    grpc_address: str
+    model_dir: Path | None  # None: a ring without a model
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    name: str
+    folder: Path | None
+    tokenizer: ChatTokenizer
+    make_ring: Callable[[], Ring]
+
+
+@asynccontextmanager
+async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator[Running]:
+    """Serves until the block is left; then running turns get their time to end. Raises SetupError.
+
+    gRPC answers from the beginning, so that health tells loading from dead.
+    """
+    model = await asyncio.to_thread(_open_model, settings, board)
+    clock = SystemClock()
+    drivers = [
+        RingDriver(f"ring-{index}", model.make_ring(), settings.scheduler, clock)
+        for index in range(settings.rings)
+    ]
+    router = Router(drivers, settings.scheduler.session_limit)
+    rng = random.SystemRandom()
+    service = GenerationService(model.name, router, model.tokenizer, clock, rng)
+    async with AsyncExitStack() as stack:
+        for driver in drivers:
+            stack.push_async_callback(driver.stop)
+        address = await stack.enter_async_context(serve_grpc(service, settings.grpc))
+        for driver in drivers:
+            await driver.start(board.sink(driver.name))
+        yield Running(service, router, model.tokenizer, router.info(), address, model.folder)
+
+
+def plan_model(settings: ServeSettings, board: ProgressBoard) -> Plan:
+    """What the model would need of this machine's memory. Loads nothing. Raises SetupError."""
+    folder = find_model(settings.model, board.note)
+    return _plan(settings, folder.path, _device(settings))
+
+
+def ring_config(settings: ServeSettings, board: ProgressBoard) -> RingConfig:
+    """What a ring of this machine would be made of. Loads nothing. Raises SetupError."""
+    folder = find_model(settings.model, board.note)
+    return _ring_config(settings, folder.path, folder.name)
+
+
+def _open_model(settings: ServeSettings, board: ProgressBoard) -> _Model:
+    if settings.ring is RingKind.FAKE:
+        return _fake_model(settings)
+    from gateway.chat.tokenizer import load_tokenizer
+
+    folder = find_model(settings.model, board.note)
+    name = settings.served_name or folder.name
+    config = _ring_config(settings, folder.path, name)
+    make_ring = _ray_rings if settings.ring is RingKind.RAY else _local_rings
+    return _Model(name, folder.path, load_tokenizer(folder.path), make_ring(settings, config))
+
+
+def _fake_model(settings: ServeSettings) -> _Model:
+    from fakering.model import FakeModel
+    from fakering.ring import FakeRing
+    from gateway.chat.byte_tokenizer import byte_tokenizer
+
+    name = settings.served_name or settings.model
+    tokenizer = byte_tokenizer()
+    language = FakeModel(
+        tokenizer.vocab_size,
+        low=_FAKE_LOW,
+        high=_FAKE_HIGH,
+        end_token=min(tokenizer.stop_token_ids),
+    )
+
+    def make_ring() -> Ring:
+        return FakeRing(
+            settings.stages,
+            settings.lanes,
+            settings.max_rows or _FAKE_ROWS,
+            vocab_size=tokenizer.vocab_size,
+            step_s=_FAKE_STEP_S,
+            model=name,
+            language=language,
+        )
+
+    return _Model(name, None, tokenizer, make_ring)
+
+
+def _local_rings(settings: ServeSettings, config: RingConfig) -> Callable[[], Ring]:
+    from stage.local_ring import LocalRing
+
+    return lambda: LocalRing(config)
+
+
+def _ray_rings(settings: ServeSettings, config: RingConfig) -> Callable[[], Ring]:
+    from stage.ray_ring import RayCluster, RayRing
+
+    cluster = RayCluster(settings.ray_address)
+    return lambda: RayRing(config, cluster)
+
+
+def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig:
+    """Refuses what does not fit, before anything loads."""
+    from stage.config import RingConfig
+
+    device = _device(settings)
+    plan = _plan(settings, folder, device)
+    plan.check()
+    return RingConfig(
+        model_dir=folder,
+        model=name,
+        splits=tuple((stage.first, stage.last) for stage in plan.stages),
+        lanes=settings.lanes,
+        max_rows=plan.max_rows,
+        device=device,
+        dtype=plan.dtype,
+        numerics=settings.numerics,
+    )
+
+
+def _plan(settings: ServeSettings, folder: Path, device: str) -> Plan:
+    from stage.plan import plan
+
+    return plan(
+        folder,
+        settings.stages,
+        settings.lanes,
+        settings.max_rows,
+        _dtype(settings, device),
+        _memory(settings, device),
+    )
+
+
+def _device(settings: ServeSettings) -> str:
+    if settings.device is not Device.AUTO:
+        return settings.device
+    import torch
+
+    return "cuda" if torch.cuda.device_count() >= settings.stages * settings.rings else "cpu"
+
+
+def _dtype(settings: ServeSettings, device: str) -> str:
+    """float32 on a CPU, where it is the fastest and exact; bfloat16 on a GPU."""
+    if settings.dtype is not Dtype.AUTO:
+        return settings.dtype
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def _memory(settings: ServeSettings, device: str) -> tuple[int, ...]:
+    """Bytes for each stage of one ring, as if the cluster's other hosts were like this one."""
+    if device == "cpu":
+        from stage.host_memory import host_memory_per_stage
+
+        return host_memory_per_stage(settings.stages * settings.rings)[: settings.stages]
+    import torch
+
+    free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    # Fewer GPUs than stages are for the ring to refuse: it knows the whole cluster.
+    elsewhere = min(free, default=_UNKNOWN_BYTES)
+    return tuple((free + [elsewhere] * settings.stages)[: settings.stages])

@@ -1,0 +1,1 @@
+"""GENERATED from proto/ by `make proto`; nothing here is edited by hand."""

@@ -1,0 +1,228 @@
+"""Protobuf messages to typed turns and typed events to protobuf messages, for the server.
+
+Unset and zero are told apart here: only what the client set reaches SamplingSpec. No value is judged except where the
+wire's shape allows what the records cannot hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from coordinator.driver import RingStatus
+from coordinator.errors import InvalidValue
+from coordinator.requests import FinishReason, Miss, MissKind, RowLogprobs, SamplingSpec, SessionId
+from coordinator.ring import RingInfo
+from gateway.chat.messages import Message, Tool, ToolCall
+from gateway.pb import generation_pb2 as pb
+from gateway.turns import (
+    ChatPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    TurnDelta,
+    TurnEvent,
+    TurnFinished,
+    TurnRequest,
+    TurnStarted,
+)
+
+FINISH_REASONS: Mapping[FinishReason, pb.FinishReason] = MappingProxyType(
+    {
+        FinishReason.STOP: pb.FINISH_REASON_STOP,
+        FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    }
+)
+MISS_REASONS: Mapping[MissKind, pb.MissReason] = MappingProxyType(
+    {
+        MissKind.NEW_SESSION: pb.MISS_REASON_NEW_SESSION,
+        MissKind.DIVERGED: pb.MISS_REASON_DIVERGED,
+        MissKind.EVICTED: pb.MISS_REASON_EVICTED,
+        MissKind.RING_LOST: pb.MISS_REASON_RING_LOST,
+        MissKind.NO_CHECKPOINT: pb.MISS_REASON_NO_CHECKPOINT,
+        MissKind.MODEL_CHANGED: pb.MISS_REASON_MODEL_CHANGED,
+    }
+)
+_SAMPLING_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+)
+
+
+def turn_request(message: pb.GenerateRequest, timeout_s: float | None) -> TurnRequest:
+    """Raises InvalidValue."""
+    return TurnRequest(
+        prompt=prompt(message),
+        model=message.model,
+        session=SessionId(message.session_id) if message.session_id else None,
+        sampling=_sampling(message.sampling),
+        seed=_optional(message.sampling, "seed"),
+        max_tokens=_optional(message, "max_tokens"),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        reuse=_optional(message, "reuse") is not False,
+        draft=_optional(message, "draft") is not False,
+        timeout_s=timeout_s,
+    )
+
+
+def _optional(message: Any, field: str) -> Any:
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def prompt(message: pb.GenerateRequest | pb.CountTokensRequest) -> Prompt:
+    """The prompt of either request. Raises InvalidValue."""
+    match message.WhichOneof("prompt"):
+        case "chat":
+            return _chat(message.chat)
+        case "text":
+            return TextPrompt(message.text)
+        case "token_ids":
+            return TokenPrompt(tuple(message.token_ids.ids))
+    raise InvalidValue("prompt", "is missing: set chat, text or token_ids")
+
+
+def _chat(chat: pb.Chat) -> ChatPrompt:
+    return ChatPrompt(
+        messages=tuple(_message(message) for message in chat.messages),
+        tools=tuple(_tool(tool) for tool in chat.tools),
+        template_args=_template_args(chat.template_args_json),
+    )
+
+
+def _message(message: pb.ChatMessage) -> Message:
+    calls = (
+        ToolCall(name=call.name, arguments=call.arguments_json or "{}", id=call.id or None)
+        for call in message.tool_calls
+    )
+    return Message(
+        role=message.role,
+        content=_optional(message, "content"),
+        name=message.name or None,
+        tool_calls=tuple(calls),
+        tool_call_id=message.tool_call_id or None,
+    )
+
+
+def _tool(tool: pb.Tool) -> Tool:
+    return Tool(
+        name=tool.name,
+        description=tool.description or None,
+        parameters=tool.parameters_json or None,
+    )
+
+
+def _template_args(text: str) -> Mapping[str, object]:
+    if not text:
+        return {}
+    try:
+        args = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValue("template_args_json", "is not JSON") from error
+    if not isinstance(args, dict):
+        raise InvalidValue("template_args_json", "is not a JSON object")
+    return args
+
+
+def _sampling(message: pb.Sampling) -> SamplingSpec:
+    given = {name: getattr(message, name) for name in _SAMPLING_SCALARS if message.HasField(name)}
+    bias = tuple(sorted(message.logit_bias.items()))
+    return SamplingSpec(logit_bias=bias, **given)
+
+
+def response(event: TurnEvent) -> pb.GenerateResponse:
+    match event:
+        case TurnStarted():
+            return pb.GenerateResponse(started=_started(event))
+        case TurnDelta():
+            return pb.GenerateResponse(delta=_delta(event))
+        case TurnFinished():
+            return pb.GenerateResponse(finished=_finished(event))
+
+
+def _started(event: TurnStarted) -> pb.Started:
+    return pb.Started(
+        prompt_tokens=event.prompt_tokens,
+        cached_prefix=event.cached_prefix,
+        miss=None if event.miss is None else _miss(event.miss),
+        ring=event.ring,
+        lane=event.lane,
+        seed=event.seed,
+    )
+
+
+def _miss(miss: Miss) -> pb.Miss:
+    return pb.Miss(
+        reason=MISS_REASONS[miss.kind],
+        token_index=miss.token_index,
+        message_index=miss.message_index,
+    )
+
+
+def _delta(event: TurnDelta) -> pb.Delta:
+    logprobs = (_logprobs(row) for row in event.logprobs)
+    return pb.Delta(token_ids=event.token_ids, text=event.text, logprobs=logprobs)
+
+
+def _logprobs(row: RowLogprobs) -> pb.TokenLogprobs:
+    top = (pb.TopLogprob(token_id=token, logprob=logprob) for token, logprob in row.top)
+    return pb.TokenLogprobs(chosen=row.chosen, top=top)
+
+
+def _finished(event: TurnFinished) -> pb.Finished:
+    matched = event.matched_stop
+    usage, timings = event.usage, event.timings
+    return pb.Finished(
+        finish_reason=FINISH_REASONS[event.reason],
+        stop_string=matched if isinstance(matched, str) else None,
+        stop_token_id=matched if isinstance(matched, int) else None,
+        usage=pb.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_prefix,
+            generated_tokens=usage.generated_tokens,
+        ),
+        timings=pb.Timings(
+            queue_s=timings.queue_s,
+            prefill_s=timings.prefill_s,
+            decode_s=timings.decode_s,
+            drafted=timings.drafted,
+            accepted=timings.accepted,
+        ),
+    )
+
+
+def model(name: str, info: RingInfo) -> pb.GetModelResponse:
+    return pb.GetModelResponse(
+        name=name,
+        fingerprint=info.model_fingerprint,
+        vocab_size=info.vocab_size,
+        max_context=info.max_rows,
+        numerics=info.numerics,
+        exact=info.exact,
+        stages=info.stages,
+        devices=info.devices,
+        lanes=info.lanes,
+    )
+
+
+def ring_status(status: RingStatus) -> pb.RingStatus:
+    return pb.RingStatus(
+        name=status.name,
+        ready=status.ready,
+        reason=status.reason,
+        epoch=status.epoch,
+        lanes=0 if status.info is None else status.info.lanes,
+        busy_lanes=status.busy_lanes,
+        waiting_jobs=status.waiting_jobs,
+        running_jobs=status.running_jobs,
+        sessions=status.sessions,
+    )

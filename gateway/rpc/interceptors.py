@@ -1,0 +1,97 @@
+"""The one place where gRPC calls are guarded: request ids, malformed messages, errors into statuses.
+
+It wraps every method of our own service and no other. A client never sees a stack trace: what is not of the error
+tree is logged with the request id and answered as INTERNAL. It may not swallow a cancellation: grpc.aio leaks
+the call's memory when a handler does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from coordinator.errors import InvalidValue
+from gateway.errors import grpc_status, is_internal
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_KEY = "x-request-id"
+_LONGEST_REQUEST_ID = 128
+
+_Behaviour = Callable[[Any, Any], Awaitable[Any]]
+
+
+class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """Guards the methods whose path begins with `/service/`."""
+
+    def __init__(self, service: str) -> None:
+        self._prefix = f"/{service}/"
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[Any], Awaitable[Any]],
+        handler_call_details: Any,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._prefix):
+            return handler
+        if handler.response_streaming:
+            make, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+        else:
+            make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        # Without a deserializer the call brings bytes: grpc would answer malformed ones without any details.
+        guarded = _guarded(behaviour, handler.request_deserializer)
+        return make(guarded, None, handler.response_serializer)
+
+
+def _guarded(behaviour: _Behaviour, parse: Callable[[bytes], Any]) -> _Behaviour:
+    async def call(raw: bytes, context: Any) -> Any:
+        request_id = _given_request_id(context)
+        try:
+            message = _parsed(parse, raw)
+            request_id = _clean(getattr(message, "request_id", "")) or request_id
+            request_id = request_id or uuid.uuid4().hex
+            # At once, so that a client knows it was heard while a long prompt is prefilled.
+            await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+            return await behaviour(message, context)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception as error:
+            await _abort(context, error, request_id)
+
+    return call
+
+
+def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise InvalidValue("request", "is not a message of this method") from error
+
+
+async def _abort(context: Any, error: Exception, request_id: str) -> NoReturn:
+    if is_internal(error):
+        logger.error("request=%s failed", request_id, exc_info=error)
+    else:
+        logger.info("request=%s refused: %s", request_id, error.__class__.__name__)
+    await context.abort_with_status(grpc_status(error, request_id=request_id))
+    raise AssertionError("abort_with_status returned")
+
+
+def _given_request_id(context: Any) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            return _clean(value)
+    return ""
+
+
+def _clean(request_id: str) -> str:
+    """What may go into a header and a log line: visible ASCII, cut short."""
+    visible = "".join(char for char in request_id[:_LONGEST_REQUEST_ID] if "!" <= char <= "~")
+    return visible

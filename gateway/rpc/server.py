@@ -1,0 +1,83 @@
+"""The gRPC server: where it listens, its limits, its health, and how it drains.
+
+The service counts as SERVING while at least one ring takes jobs. It starts no ring and stops none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from coordinator.errors import InvalidSetting
+from gateway.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from gateway.rpc.health import RingHealth
+from gateway.rpc.interceptors import CallGuard
+from gateway.rpc.servicer import SERVICE_NAME, GenerationServicer
+from gateway.service import GenerationService
+from gateway.settings import GrpcSettings
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    # Two servers on one port would share its calls without a word.
+    ("grpc.so_reuseport", 0),
+    # Without these a client that stops reading lets the server run megabytes ahead of it.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 65536),
+    # By default a client that pings during a long prefill is thrown out with "too many pings".
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+
+
+def channel_limits(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
+    """gRPC's own default is 4 MiB for what is received; both ends need the same."""
+    return (
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+    )
+
+
+@asynccontextmanager
+async def serve_grpc(service: GenerationService, settings: GrpcSettings) -> AsyncIterator[str]:
+    """Listens and yields the address; on leaving, running turns get `drain_s` to end. Raises InvalidSetting."""
+    health = RingHealth(SERVICE_NAME, lambda: any(status.ready for status in service.rings()))
+    server = grpc.aio.server(
+        interceptors=(CallGuard(SERVICE_NAME),),
+        options=(*_OPTIONS, *channel_limits(settings.max_message_bytes)),
+    )
+    add_servicer: Any = add_GenerationServiceServicer_to_server
+    add_servicer(GenerationServicer(service), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    if settings.reflection:
+        names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+    address = _bind(server, settings)
+    await server.start()
+    try:
+        yield address
+    finally:
+        await _drain(server, health, settings.drain_s)
+
+
+def _bind(server: Any, settings: GrpcSettings) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host.strip("[]") else settings.host
+    host = host.replace("[[", "[").replace("]]", "]")
+    try:
+        port = server.add_insecure_port(f"{host}:{settings.port}")
+    except RuntimeError as error:
+        raise InvalidSetting("grpc_port", f"cannot listen on {host}:{settings.port}") from error
+    return f"{host}:{port}"
+
+
+async def _drain(server: Any, health: RingHealth, drain_s: float) -> None:
+    try:
+        health.drain()
+        await server.stop(drain_s)
+    except asyncio.CancelledError:
+        await server.stop(None)
+        raise

@@ -1,0 +1,101 @@
+"""Runs `ringserve serve`: progress, the ready line, and what Ctrl-C does.
+
+The first SIGINT or SIGTERM while serving drains; a second one, or one while loading, stops at once (exit code 130).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from gateway.launch import Running, launch
+from gateway.progress import open_board
+from gateway.settings import ServeSettings
+
+INTERRUPTED = 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve_until_interrupted(settings: ServeSettings) -> int:
+    """The exit code. Raises SetupError."""
+    try:
+        asyncio.run(_serve(settings))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return INTERRUPTED
+    return 0
+
+
+async def _serve(settings: ServeSettings) -> None:
+    shown, told = Console(stderr=True), Console(soft_wrap=True)
+    with _Interrupts() as interrupts:
+        async with AsyncExitStack() as stack:
+            with open_board(shown) as board:
+                running = await stack.enter_async_context(launch(settings, board))
+            interrupts.drain_from_now()
+            told.print(ready_line(running, settings), markup=False, highlight=False)
+            await interrupts.asked()
+            shown.print("draining; Ctrl-C again stops at once")
+
+
+def ready_line(running: Running, settings: ServeSettings) -> str:
+    """One line with all that a client or an operator needs to know."""
+    info = running.info
+    rings = "ring" if settings.rings == 1 else "rings"
+    parts = [
+        f"ready: grpc {running.grpc_address}",
+        f"model {running.service.name}",
+        f"{settings.rings} {settings.ring} {rings} of {info.stages} stages on {info.devices[0]}",
+        f"{info.lanes} lanes x {info.max_rows} rows",
+        f"numerics {info.numerics}",
+    ]
+    if running.model_dir is not None:
+        parts.append(f"cached in {running.model_dir}")
+    return ", ".join(parts)
+
+
+class _Interrupts:
+    """Takes the signals over for as long as it is entered."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._may_drain = False
+        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+
+    def __enter__(self) -> _Interrupts:
+        self._install()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+    def drain_from_now(self) -> None:
+        """The next signal is a request to drain, not to stop."""
+        # Once more: Ray's core sets a handler of its own for SIGTERM, which prints a stack.
+        self._install()
+        self._may_drain = True
+
+    async def asked(self) -> None:
+        await self._asked.wait()
+
+    def _install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        if self._may_drain and not self._asked.is_set():
+            self._asked.set()
+        elif self._task is not None:
+            self._task.cancel()

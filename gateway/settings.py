@@ -1,0 +1,100 @@
+"""What a ringserve process is told to do: one frozen record, checked when it is made.
+
+Defaults are written here (and in coordinator/config.py) once; the command line shows them from here. Nothing here reads
+the environment: gateway/cli.py does, by each flag's RINGSERVE_* name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from coordinator.config import SchedulerSettings
+from coordinator.errors import InvalidSetting
+
+
+class RingKind(StrEnum):
+    RAY = "ray"  # one Ray actor a stage
+    LOCAL = "local"  # threads in this process
+    FAKE = "fake"  # no model: for client authors
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Numerics(StrEnum):
+    AUTO = "auto"
+    EXACT = "exact"
+    FAST = "fast"
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcSettings:
+    """Where and how the gRPC server listens. Raises InvalidSetting."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    insecure: bool = False  # allows a host that others can reach: there are no keys and no TLS yet
+    reflection: bool = True
+    max_message_bytes: int = 16 * 2**20
+    # Seconds that running turns get to end when the server stops.
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidSetting("grpc_port", f"must be between 0 and 65535, got {self.port}")
+        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
+            raise InvalidSetting("drain_s", f"must not be negative, got {self.drain_s}")
+        if not (self.insecure or _is_loopback(self.host)):
+            raise InvalidSetting(
+                "host", f"{self.host} can be reached by others; say --insecure to allow it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """One process: a model, its rings and its front. Raises InvalidSetting."""
+
+    model: str
+    ring: RingKind = RingKind.RAY
+    stages: int = 2
+    rings: int = 1
+    lanes: int = 4
+    max_rows: int | None = None  # None: what the model and the memory allow
+    device: Device = Device.AUTO
+    dtype: Dtype = Dtype.AUTO
+    numerics: Numerics = Numerics.AUTO
+    served_name: str | None = None  # None: the model folder's name
+    ray_address: str | None = None  # None: a Ray of our own on this machine
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    grpc: GrpcSettings = field(default_factory=GrpcSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "rings", "lanes"):
+            if getattr(self, name) < 1:
+                raise InvalidSetting(name, f"must be at least 1, got {getattr(self, name)}")
+        if self.max_rows is not None and self.max_rows < 2:
+            raise InvalidSetting("max_rows", f"must be at least 2, got {self.max_rows}")
+        if not self.model:
+            raise InvalidSetting("model", "is empty")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

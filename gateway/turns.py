@@ -1,0 +1,92 @@
+"""What every front asks of the service and is told: typed turns with text in them, and no wire.
+
+Nothing is checked here: what a value means is decided in gateway/service.py and coordinator/requests.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coordinator.requests import (
+    FinishReason,
+    Miss,
+    RowLogprobs,
+    SamplingSpec,
+    SessionId,
+    Timings,
+    Usage,
+)
+from gateway.chat.messages import Message, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    template_args: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One turn as a client asks for it."""
+
+    prompt: Prompt
+    model: str = ""  # empty: the one that is served
+    session: SessionId | None = None
+    sampling: SamplingSpec = field(default_factory=SamplingSpec)
+    seed: int | None = None  # takes the place of sampling.seed; None: drawn when it matters
+    max_tokens: int | None = None  # None: what the lane still holds
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    reuse: bool = True
+    draft: bool = True
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStarted:
+    """The turn has its lane; prefill begins at `cached_prefix`."""
+
+    prompt_tokens: int
+    cached_prefix: int
+    miss: Miss | None
+    ring: str
+    lane: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDelta:
+    """Token ids as they are decided, and the text that may be shown by now; either may be empty."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[RowLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFinished:
+    """`matched_stop`: the stop string or the stop token that ended the turn; None at a limit."""
+
+    reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+TurnEvent = TurnStarted | TurnDelta | TurnFinished

@@ -1,0 +1,80 @@
+"""A fake ring that is served over real sockets, for every test of a wire."""
+
+from __future__ import annotations
+
+import random
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from coordinator.clock import SystemClock
+from coordinator.config import SchedulerSettings
+from coordinator.driver import RingDriver
+from coordinator.router import Router
+from fakering.model import FakeModel
+from fakering.ring import FakeRing
+from gateway.chat.byte_tokenizer import END, ByteTokenizer
+from gateway.client import Client
+from gateway.pb.generation_pb2_grpc import GenerationServiceStub
+from gateway.rpc.server import serve_grpc
+from gateway.service import GenerationService
+from gateway.settings import GrpcSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
+
+MAX_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Site:
+    """A served fake ring and a client of it."""
+
+    address: str
+    client: Client
+    stub: Any
+    driver: RingDriver
+    service: GenerationService
+    channel: Any
+
+
+@asynccontextmanager
+async def _site(
+    *,
+    endless: bool = False,
+    step_s: float = 0.0,
+    queue_limit: int = 64,
+    start: bool = True,
+    drain_s: float = 0.0,
+) -> AsyncIterator[Site]:
+    end = None if endless else END
+    language = FakeModel(258, low=32, high=127, end_token=end)
+    clock = SystemClock()
+    ring = FakeRing(2, 4, MAX_ROWS, vocab_size=258, language=language, step_s=step_s)
+    driver = RingDriver("ring-0", ring, SchedulerSettings(queue_limit=queue_limit), clock)
+    router = Router([driver], session_limit=64)
+    service = GenerationService("fake", router, ByteTokenizer(), clock, random.Random(1))
+    if start:
+        await driver.start(lambda _: None)
+    try:
+        async with (
+            serve_grpc(service, GrpcSettings(drain_s=drain_s)) as address,
+            Client(address) as client,
+            grpc.aio.insecure_channel(
+                address, options=(("grpc.max_send_message_length", -1),)
+            ) as channel,
+        ):
+            stub = GenerationServiceStub(channel)
+            yield Site(address, client, stub, driver, service, channel)
+    finally:
+        await driver.stop()
+
+
+@pytest.fixture
+def site() -> Callable[..., AbstractAsyncContextManager[Site]]:
+    """Makes a site; `endless`: answers that never end by themselves, `step_s`: seconds a frame takes."""
+    return _site
