@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stage.attention import Numerics, RowSegment
 from stage.model.slice import ModelSlice, RowBatch, load_slice
+from stage.numerics import probe_numerics
 
 _LAYERS = 30
 _LANES = 2
@@ -114,6 +115,19 @@ def test_rows_do_not_depend_on_how_a_prompt_is_cut(slices: dict[int, Slices]) ->
     _check(slices, count=300, ways=3, seed=1)
 
 
+def test_the_probe_says_so_and_says_the_contrary_without_paddings(
+    slices: dict[int, Slices],
+) -> None:
+    for part in slices[2]:
+        assert str(probe_numerics(part)) == "exact (bit-identical)"
+    unpadded = ModelSlice(slices[2][1].decoder, slices[2][1].rows, Numerics.FAST)
+    report = probe_numerics(unpadded)
+    assert not report.exact
+    assert report.max_difference > 0
+    assert str(report).startswith("shape-dependent (max difference")
+
+
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_fifty_random_ways_of_cutting_1500_tokens(slices: dict[int, Slices]) -> None:
     _check(slices, count=1500, ways=50, seed=2)
