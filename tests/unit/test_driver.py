@@ -1,0 +1,205 @@
+"""The driver and the router over fake rings in virtual time: deadlines, cancellation, loss, pins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from math import inf
+
+import pytest
+
+from coordinator.config import SchedulerSettings
+from coordinator.driver import RingDriver
+from coordinator.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    RingserveError,
+    RingUnavailable,
+    StageLost,
+)
+from coordinator.requests import Finished, Request, SessionId, Started, TokenDelta
+from coordinator.router import Router
+from coordinator.streams import JobStream
+from fakering.clock import VirtualClock
+from fakering.faults import Fault, Lose, Stall
+from fakering.ring import FakeRing
+
+_PROMPT = tuple(range(1, 40))
+
+
+@asynccontextmanager
+async def _driver(
+    clock: VirtualClock, *faults: Fault, name: str = "ring-0", lanes: int = 2
+) -> AsyncIterator[RingDriver]:
+    ring = FakeRing(2, lanes, 256, vocab_size=90, faults=faults, clock=clock, step_s=0.1)
+    driver = RingDriver(name, ring, SchedulerSettings(reply_timeout_s=5.0), clock)
+    await driver.start(lambda progress: None)
+    try:
+        yield driver
+    finally:
+        await driver.stop()
+
+
+def _oracle(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return FakeRing(1, 1, 8, vocab_size=90).language.oracle(prompt, count)
+
+
+async def _read(stream: JobStream) -> tuple[list[int], Finished | None]:
+    tokens: list[int] = []
+    async for event in stream:
+        if isinstance(event, TokenDelta):
+            tokens.extend(event.tokens)
+        elif isinstance(event, Finished):
+            return tokens, event
+    return tokens, None
+
+
+async def test_a_job_streams_what_the_oracle_says() -> None:
+    clock = VirtualClock()
+    async with _driver(clock) as driver:
+        tokens, finished = await clock.drive(
+            _read(driver.submit(Request(_PROMPT, max_new_tokens=10)))
+        )
+    assert tuple(tokens) == _oracle(_PROMPT, 10)
+    assert finished is not None
+    assert finished.timings.prefill_s > 0
+    assert finished.timings.decode_s > 0
+
+
+async def test_a_slow_reader_gets_merged_deltas_and_every_token() -> None:
+    clock = VirtualClock()
+    async with _driver(clock) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=30))
+        await clock.run_until_idle()
+        events = [event async for event in stream]
+    assert [type(event) for event in events] == [Started, TokenDelta, Finished]
+    assert isinstance(events[1], TokenDelta)
+    assert events[1].tokens == _oracle(_PROMPT, 30)
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 0.15, 1.0])
+async def test_a_deadline_ends_the_job_wherever_it_is(deadline_s: float) -> None:
+    clock = VirtualClock()
+    async with _driver(clock, lanes=1) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=200, deadline_s=deadline_s))
+        with pytest.raises(DeadlineExceeded):
+            await clock.drive(_read(stream))
+        await clock.run_until_idle()
+        status = driver.status()
+        assert (status.busy_lanes, status.running_jobs, status.waiting_jobs) == (0, 0, 0)
+        tokens, _ = await clock.drive(_read(driver.submit(Request(_PROMPT, max_new_tokens=3))))
+    assert tuple(tokens) == _oracle(_PROMPT, 3)
+
+
+async def test_leaving_a_stream_cancels_its_job_and_keeps_its_rows() -> None:
+    clock = VirtualClock()
+    async with _driver(clock) as driver:
+        async with driver.submit(Request(_PROMPT, max_new_tokens=200)) as stream:
+            await clock.drive(anext(stream))
+        assert driver.status().running_jobs == 0
+        await clock.run_until_idle()
+        started = await clock.drive(anext(driver.submit(Request((*_PROMPT, 5)))))
+        assert isinstance(started, Started)
+        assert started.cached_prefix == len(_PROMPT)
+
+
+async def test_200_cancelled_streams_leave_nothing_behind() -> None:
+    clock = VirtualClock()
+    async with _driver(clock) as driver:
+        tasks = asyncio.all_tasks()
+        for number in range(200):
+            async with driver.submit(Request((number % 80, *_PROMPT), max_new_tokens=50)):
+                clock.advance(0.05 * (number % 7))
+                await clock.settle()
+        await clock.run_until_idle()
+        status = driver.status()
+        assert (status.busy_lanes, status.running_jobs, status.waiting_jobs) == (0, 0, 0)
+        assert asyncio.all_tasks() == tasks
+
+
+async def test_a_lost_stage_fails_the_jobs_and_says_so() -> None:
+    clock = VirtualClock()
+    async with _driver(clock, Lose(stage=1, nth=3)) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=50))
+        with pytest.raises(StageLost, match="stage 1"):
+            await clock.drive(_read(stream))
+        assert not driver.status().ready
+        with pytest.raises(RingUnavailable):
+            driver.submit(Request(_PROMPT))
+
+
+async def test_a_stage_that_hangs_costs_an_epoch_and_no_token() -> None:
+    clock = VirtualClock()
+    async with _driver(clock, Stall(stage=1, nth=3, seconds=inf)) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=12))
+        tokens, _ = await clock.drive(_read(stream))
+        assert driver.status().epoch == 1
+    assert tuple(tokens) == _oracle(_PROMPT, 12)
+
+
+async def test_stopping_ends_every_stream_with_an_error() -> None:
+    clock = VirtualClock()
+    async with _driver(clock) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=50))
+    with pytest.raises(StageLost, match="stopped"):
+        await _read(stream)
+
+
+async def test_before_the_start_nothing_is_taken() -> None:
+    clock = VirtualClock()
+    ring = FakeRing(1, 1, 64, vocab_size=90, clock=clock)
+    driver = RingDriver("ring-0", ring, SchedulerSettings(), clock)
+    assert not driver.status().ready
+    with pytest.raises(RingUnavailable):
+        driver.submit(Request((1,)))
+
+
+async def _started(clock: VirtualClock, stream: JobStream) -> Started:
+    event = await clock.drive(anext(stream))
+    assert isinstance(event, Started)
+    await clock.drive(_read(stream))
+    return event
+
+
+async def test_a_session_stays_on_its_ring_and_others_go_where_their_prefix_lies() -> None:
+    clock = VirtualClock()
+    async with _driver(clock, name="a") as one, _driver(clock, name="b") as two:
+        router = Router([one, two], session_limit=10)
+
+        def turn(*prompt: int, session: str | None = None) -> JobStream:
+            owner = None if session is None else SessionId(session)
+            return router.submit(Request(prompt, max_new_tokens=3, session=owner))
+
+        first = await _started(clock, turn(*_PROMPT, session="x"))
+        busy = turn(9, 9, 9, 9)
+        assert (await _started(clock, busy)).ring in ("a", "b")
+        again = await _started(clock, turn(*_PROMPT, 70, 71, session="x"))
+        assert again.ring == first.ring
+        assert again.cached_prefix >= len(_PROMPT)
+        near = await _started(clock, turn(*_PROMPT, 80))
+        assert near.ring == first.ring
+        assert router.close_session(SessionId("x"))
+        assert not router.close_session(SessionId("x"))
+
+
+async def test_closing_a_session_ends_its_stream() -> None:
+    clock = VirtualClock()
+    async with _driver(clock) as driver:
+        router = Router([driver], session_limit=10)
+        stream = router.submit(Request(_PROMPT, max_new_tokens=99, session=SessionId("x")))
+        await clock.drive(anext(stream))
+        router.close_session(SessionId("x"))
+        with pytest.raises(Cancelled):
+            await clock.drive(_read(stream))
+        assert driver.status().busy_lanes == 0
+
+
+async def test_without_a_ring_the_router_says_why() -> None:
+    clock = VirtualClock()
+    async with _driver(clock, Lose(stage=0, nth=0)) as driver:
+        router = Router([driver], session_limit=10)
+        with pytest.raises(RingserveError):
+            await clock.drive(_read(router.submit(Request(_PROMPT))))
+        with pytest.raises(RingUnavailable, match="stage 0"):
+            router.submit(Request(_PROMPT))

@@ -1,0 +1,219 @@
+"""The scheduler's decisions, one event at a time; whole runs are the simulation's."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.config import SchedulerSettings
+from coordinator.errors import (
+    BrokenInvariant,
+    Cancelled,
+    ContextTooLong,
+    InvalidValue,
+    QueueFull,
+    RingUnavailable,
+    StageLost,
+)
+from coordinator.events import (
+    Action,
+    Emit,
+    EpochOpened,
+    Fail,
+    JobEnded,
+    OpenEpoch,
+    ReplyArrived,
+    ReplyOverdue,
+    RingDown,
+    Send,
+    Submitted,
+)
+from coordinator.frames import (
+    Epoch,
+    Frame,
+    JobId,
+    LaneId,
+    LaneRows,
+    OpenLane,
+    Refusal,
+    RefusalCode,
+    Reply,
+    SegmentKind,
+    SegmentReply,
+    Seq,
+)
+from coordinator.requests import Finished, FinishReason, Request, Started, TokenDelta
+from coordinator.scheduler import Scheduler
+from fakering.model import FakeModel
+from fakering.ring import describe
+
+_SETTINGS = SchedulerSettings(frame_rows=8, chunk_rows=4, min_chunk_rows=2, queue_limit=2)
+
+
+def _scheduler(lanes: int = 2, max_rows: int = 32) -> Scheduler:
+    info = describe("fake", FakeModel(vocab_size=50), 2, lanes, max_rows)
+    return Scheduler("ring-0", info, _SETTINGS)
+
+
+def _submit(scheduler: Scheduler, job: int, *prompt: int, max_new: int = 4) -> list[Action]:
+    request = Request(prompt, max_new_tokens=max_new, stop_tokens=frozenset({49}))
+    return scheduler.on(Submitted(JobId(job), request, 0.0))
+
+
+def _frames(actions: list[Action]) -> list[Frame]:
+    return [action.frame for action in actions if isinstance(action, Send)]
+
+
+def _reply(frame: Frame, *tokens: int, refusals: tuple[Refusal, ...] = ()) -> ReplyArrived:
+    refused = {refusal.lane for refusal in refusals}
+    segments = tuple(
+        SegmentReply(
+            segment.lane,
+            segment.job,
+            segment.start,
+            tuple(tokens[: len(segment.sampled_rows)]) if segment.lane not in refused else (),
+            refused=segment.lane in refused,
+        )
+        for segment in frame.segments
+    )
+    lanes = tuple(LaneRows(lane, 0) for lane in refused if lane is not None)
+    return ReplyArrived(Reply(frame.epoch, frame.seq, segments, lanes, refusals), 1.0)
+
+
+def test_a_prompt_goes_out_in_chunks_as_many_as_the_stages_and_one_more() -> None:
+    frames = _frames(_submit(_scheduler(), 1, *range(1, 21)))
+    assert [segment.tokens for frame in frames for segment in frame.segments] == [
+        (1, 2, 3, 4),
+        (5, 6, 7, 8),
+        (9, 10, 11, 12),
+    ]
+    assert [frame.seq for frame in frames] == [0, 1, 2]
+    assert isinstance(frames[0].ops[0], OpenLane)
+    assert all(frame.ops == () for frame in frames[1:])
+    assert all(segment.sampling is None for frame in frames for segment in frame.segments)
+
+
+def test_the_first_token_becomes_the_anchor_of_the_first_verify_frame() -> None:
+    scheduler = _scheduler()
+    (frame,) = _frames(_submit(scheduler, 1, 5, 6))
+    assert frame.segments[0].sampling is not None
+    actions = scheduler.on(_reply(frame, 9))
+    started, delta = (action.event for action in actions if isinstance(action, Emit))
+    assert isinstance(started, Started)
+    assert (started.prompt_tokens, started.cached_prefix) == (2, 0)
+    assert delta == TokenDelta((9,))
+    (verify,) = _frames(actions)
+    segment = verify.segments[0]
+    assert (segment.kind, segment.start, segment.tokens) == (SegmentKind.VERIFY, 2, (9,))
+
+
+def test_a_stop_token_ends_the_job_and_is_its_last_token() -> None:
+    scheduler = _scheduler()
+    (frame,) = _frames(_submit(scheduler, 1, 5, 6))
+    events = [a.event for a in scheduler.on(_reply(frame, 49)) if isinstance(a, Emit)]
+    assert events[1] == TokenDelta((49,))
+    assert isinstance(events[2], Finished)
+    assert events[2].reason is FinishReason.STOP
+    assert (scheduler.running, scheduler.lanes.busy) == (0, 0)
+
+
+def test_a_lane_with_no_row_left_ends_the_job() -> None:
+    scheduler = _scheduler(max_rows=4)
+    (frame,) = _frames(_submit(scheduler, 1, 5, 6, 7, max_new=9))
+    events = [a.event for a in scheduler.on(_reply(frame, 8)) if isinstance(a, Emit)]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [((1,) * 32, ContextTooLong), ((1, 50), InvalidValue), ((1, -1), InvalidValue)],
+)
+def test_what_can_never_be_served_is_refused_at_once(
+    prompt: tuple[int, ...], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        _scheduler().admissible(Request(prompt))
+
+
+def test_jobs_beyond_the_lanes_wait_and_the_queue_is_bounded() -> None:
+    scheduler = _scheduler(lanes=1)
+    for job in range(3):
+        _submit(scheduler, job, 1, 2)
+    assert (scheduler.running, scheduler.waiting) == (1, 2)
+    with pytest.raises(QueueFull):
+        scheduler.admissible(Request((1, 2)))
+    scheduler.on(JobEnded(JobId(1), Cancelled(), 0.0))
+    scheduler.admissible(Request((1, 2)))
+
+
+def test_ending_a_job_frees_its_lane_for_the_next_at_once() -> None:
+    scheduler = _scheduler(lanes=1)
+    _submit(scheduler, 1, *range(1, 5))
+    _submit(scheduler, 2, 7, 8, 9)
+    actions = scheduler.on(JobEnded(JobId(1), Cancelled(), 0.0))
+    assert isinstance(actions[0], Fail)
+    (frame,) = _frames(actions)
+    assert [segment.job for segment in frame.segments] == [2]
+
+
+def test_a_reply_of_another_epoch_or_to_no_frame_changes_nothing() -> None:
+    scheduler = _scheduler()
+    (frame,) = _frames(_submit(scheduler, 1, 5, 6))
+    for odd in (Frame(Epoch(3), frame.seq), Frame(frame.epoch, Seq(9))):
+        assert scheduler.on(_reply(odd)) == []
+    assert scheduler.oldest_in_flight == frame.seq
+
+
+def test_a_missing_reply_ends_the_epoch_and_the_job_starts_over() -> None:
+    scheduler = _scheduler()
+    (frame,) = _frames(_submit(scheduler, 1, 5, 6))
+    actions = scheduler.on(ReplyOverdue(frame.epoch, frame.seq, 9.0))
+    assert actions == [OpenEpoch(Epoch(1), "no reply to frame 0")]
+    (again,) = _frames(scheduler.on(EpochOpened(Epoch(1), 9.0)))
+    assert (again.epoch, again.seq) == (1, 0)
+    assert [segment.tokens for segment in again.segments] == [(5, 6)]
+
+
+def test_an_overdue_that_was_answered_meanwhile_is_ignored() -> None:
+    scheduler = _scheduler()
+    (frame,) = _frames(_submit(scheduler, 1, 5, 6, max_new=1))
+    scheduler.on(_reply(frame, 9))
+    assert scheduler.on(ReplyOverdue(frame.epoch, frame.seq, 9.0)) == []
+
+
+def test_a_ring_that_never_answers_is_given_up() -> None:
+    scheduler = _scheduler()
+    actions = _submit(scheduler, 1, 5, 6)
+    for epoch in range(1, 4):
+        (frame,) = _frames(actions)
+        scheduler.on(ReplyOverdue(frame.epoch, frame.seq, 9.0))
+        actions = scheduler.on(EpochOpened(Epoch(epoch), 9.0))
+    (frame,) = _frames(actions)
+    (failed,) = scheduler.on(ReplyOverdue(frame.epoch, frame.seq, 9.0))
+    assert isinstance(failed, Fail)
+    assert isinstance(failed.error, StageLost)
+    with pytest.raises(RingUnavailable):
+        scheduler.admissible(Request((1,)))
+
+
+def test_a_lane_refused_again_and_again_fails_its_job_with_the_story() -> None:
+    scheduler = _scheduler()
+    actions = _submit(scheduler, 1, 5, 6)
+    for _ in range(9):
+        (frame,) = _frames(actions)
+        no_state = Refusal(RefusalCode.NO_STATE, 1, LaneId(frame.segments[0].lane), "none")
+        actions = scheduler.on(_reply(frame, refusals=(no_state,)))
+    (failed,) = actions
+    assert isinstance(failed, Fail)
+    assert isinstance(failed.error, BrokenInvariant)
+    assert any("NO-STATE" in line for line in failed.error.story)
+    assert (scheduler.running, scheduler.lanes.busy) == (0, 0)
+
+
+def test_a_lost_ring_fails_running_and_waiting_jobs() -> None:
+    scheduler = _scheduler(lanes=1)
+    _submit(scheduler, 1, 5, 6)
+    _submit(scheduler, 2, 5, 6)
+    actions = scheduler.on(RingDown("stage 1: died", 1.0))
+    assert [action.job for action in actions if isinstance(action, Fail)] == [1, 2]
+    assert (scheduler.running, scheduler.waiting, scheduler.down) == (0, 0, "stage 1: died")
