@@ -37,5 +37,7 @@ proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I gateway/pb=proto/ringserve/v1 \
 		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
 
+# Whole runs of the scheduler over the fake ring, for as long as it is told: make fuzz SECONDS=3600
+SECONDS ?= 60
 fuzz: $(STAMP)
-	$(BIN)/python -m pytest -q -m 'long and not device'
+	$(BIN)/python -m fakering.fuzz --seconds $(SECONDS)

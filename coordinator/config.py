@@ -8,6 +8,18 @@ from dataclasses import dataclass
 
 from coordinator.errors import InvalidSetting
 
+# The tail's logits of one verify segment are vocabulary x rows: 64 rows of 150,000 floats are 38 MB.
+MOST_DRAFTS = 63
+
+_COUNTS = (
+    "frame_rows",
+    "chunk_rows",
+    "min_chunk_rows",
+    "min_copy_rows",
+    "queue_limit",
+    "session_limit",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
@@ -21,8 +33,11 @@ class SchedulerSettings:
     # A message boundary closer than this to the last cut starts no chunk: GEMMs of few rows waste
     # weight reads.
     min_chunk_rows: int = 32
-    # Drafts of one verify frame. A call of one row is padded to 4 rows, so 3 drafts cost nothing.
-    max_drafts: int = 3
+    # Drafts of one verify frame, at most: how many are sent is learned from how many were right. Beyond 16
+    # rows a frame on a CPU core costs more than twice a step of one row.
+    max_drafts: int = 15
+    # How much longer than undisturbed a decoding job's step may take while others prefill beside it.
+    max_stretch: float = 2.2
     # Jobs that may wait for a lane.
     queue_limit: int = 64
     # Seconds without the reply that is due before the epoch is given up. A CPU stage may compute a
@@ -34,12 +49,16 @@ class SchedulerSettings:
     session_limit: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("frame_rows", "chunk_rows", "min_chunk_rows", "queue_limit", "session_limit"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise InvalidSetting(name, f"must be at least 1, got {getattr(self, name)}")
-        if self.max_drafts < 0:
-            raise InvalidSetting("max_drafts", f"must not be negative, got {self.max_drafts}")
+        if not 0 <= self.max_drafts <= MOST_DRAFTS:
+            raise InvalidSetting(
+                "max_drafts", f"must be between 0 and {MOST_DRAFTS}, got {self.max_drafts}"
+            )
         if self.chunk_rows > self.frame_rows:
             raise InvalidSetting("chunk_rows", "must not be larger than frame_rows")
+        if not self.max_stretch >= 1:
+            raise InvalidSetting("max_stretch", "must be at least 1")
         if not self.reply_timeout_s > 0:
             raise InvalidSetting("reply_timeout_s", "must be greater than 0")

@@ -15,8 +15,11 @@ from functools import partial
 
 from coordinator.clock import Clock, Timer
 from coordinator.config import SchedulerSettings
+from coordinator.counts import RingCounts
+from coordinator.drafters import Drafter, DrafterFactory
+from coordinator.drafters.ngram import ngram_drafter
+from coordinator.drafters.none import NoDrafter
 from coordinator.errors import (
-    BrokenInvariant,
     Cancelled,
     DeadlineExceeded,
     RingLost,
@@ -25,11 +28,13 @@ from coordinator.errors import (
 )
 from coordinator.events import (
     Action,
+    Drafted,
     Emit,
     EpochOpened,
     Event,
     Fail,
     JobEnded,
+    JobSatisfied,
     OpenEpoch,
     ReplyArrived,
     ReplyOverdue,
@@ -53,33 +58,53 @@ class RingStatus:
     info: RingInfo | None  # None until the ring has started
     ready: bool
     reason: str  # why it is not ready
+    draining: bool  # its running and waiting jobs are its last
     epoch: int
     busy_lanes: int
+    free_lanes: int  # idle, and no session's rows would be lost there
     waiting_jobs: int
     running_jobs: int
     sessions: int
+    counts: RingCounts
+
+
+@dataclass(slots=True)
+class _Job:
+    """What the shell holds of a job that has not ended."""
+
+    stream: JobStream
+    drafter: Drafter
+    session: SessionId | None
+    deadline: Timer | None = None
 
 
 class RingDriver:
     """Owns one ring from start to stop. All calls come from one event loop."""
 
-    def __init__(self, name: str, ring: Ring, settings: SchedulerSettings, clock: Clock) -> None:
+    def __init__(
+        self,
+        name: str,
+        ring: Ring,
+        settings: SchedulerSettings,
+        clock: Clock,
+        drafters: DrafterFactory = ngram_drafter,
+    ) -> None:
         self.name = name
+        self._drafters = drafters
         self._ring = ring
         self._settings = settings
         self._clock = clock
         self._scheduler: Scheduler | None = None
         self._info: RingInfo | None = None
         self._next_job = JobId(0)
-        self._streams: dict[JobId, JobStream] = {}
-        self._deadlines: dict[JobId, Timer] = {}
-        self._sessions_of: dict[JobId, SessionId] = {}
+        self._jobs: dict[JobId, _Job] = {}
         self._watched: tuple[Epoch, Seq] | None = None  # whose reply is due next
         self._overdue: Timer | None = None
         self._reader: asyncio.Task[None] | None = None
         self._opening: asyncio.Task[None] | None = None
         self._events: deque[Event] = deque()
         self._handling = False
+        self._draining = False
 
     async def start(self, progress: ProgressSink) -> RingInfo:
         """Raises SetupError and leaves nothing behind."""
@@ -108,19 +133,36 @@ class RingDriver:
         """
         if self._scheduler is None:
             raise RingUnavailable("the ring is loading")
+        if self._draining:
+            raise RingUnavailable("the ring is draining")
         self._scheduler.admissible(request)
         job = self._next_job
         self._next_job = JobId(job + 1)
-        stream = JobStream(job, self._cancel)
-        self._streams[job] = stream
-        if request.session is not None:
-            self._sessions_of[job] = request.session
+        drafter = self._make_drafter(job) if request.draft else NoDrafter()
+        entry = _Job(JobStream(job, self._cancel, self._satisfied), drafter, request.session)
+        self._jobs[job] = entry
         if request.deadline_s is not None:
-            self._deadlines[job] = self._clock.call_at(
+            entry.deadline = self._clock.call_at(
                 request.deadline_s, lambda: self._end(job, DeadlineExceeded())
             )
-        self._handle(Submitted(job, request, self._clock.now()))
-        return stream
+        self._handle(Submitted(job, request, drafter, self._clock.now()))
+        return entry.stream
+
+    def _make_drafter(self, job: JobId) -> Drafter:
+        loop = asyncio.get_running_loop()
+        return self._drafters(job, lambda: loop.call_soon_threadsafe(self._drafted, job))
+
+    def _drafted(self, job: JobId) -> None:
+        if job in self._jobs:
+            self._handle(Drafted(job, self._clock.now()))
+
+    def drain(self) -> None:
+        """Takes no more jobs; those that it has go on to their end."""
+        self._draining = True
+
+    @property
+    def idle(self) -> bool:
+        return not self._jobs
 
     def usable_prefix(self, prompt: Sequence[int]) -> int:
         """How many of the prompt's first tokens a lane of this ring holds. Changes nothing."""
@@ -128,7 +170,7 @@ class RingDriver:
 
     def close_session(self, session: SessionId) -> None:
         """Cancels the session's jobs and gives its lanes up."""
-        for job in [job for job, owner in self._sessions_of.items() if owner == session]:
+        for job in [job for job, entry in self._jobs.items() if entry.session == session]:
             self._cancel(job)
         if self._scheduler is not None:
             self._handle(SessionClosed(session, self._clock.now()))
@@ -140,20 +182,27 @@ class RingDriver:
         return RingStatus(
             name=self.name,
             info=self._info,
-            ready=core is not None and health.ready and down is None,
-            reason=down or health.reason,
+            ready=core is not None and health.ready and down is None and not self._draining,
+            reason=down or health.reason or ("draining" if self._draining else ""),
+            draining=self._draining,
             epoch=core.ledger.epoch if core is not None else 0,
             busy_lanes=core.lanes.busy if core is not None else 0,
+            free_lanes=core.lanes.free if core is not None else 0,
             waiting_jobs=core.waiting if core is not None else 0,
             running_jobs=core.running if core is not None else 0,
             sessions=core.sessions if core is not None else 0,
+            counts=core.counts if core is not None else RingCounts(),
         )
 
     def _cancel(self, job: JobId) -> None:
         self._end(job, Cancelled())
 
+    def _satisfied(self, job: JobId) -> None:
+        if job in self._jobs:
+            self._handle(JobSatisfied(job, self._clock.now()))
+
     def _end(self, job: JobId, error: RingserveError) -> None:
-        if job in self._streams:
+        if job in self._jobs:
             self._handle(JobEnded(job, error, self._clock.now()))
 
     # Events and actions
@@ -175,8 +224,9 @@ class RingDriver:
         assert self._scheduler is not None
         try:
             actions = self._scheduler.on(event)
-        except BrokenInvariant as broken:
-            _log.critical("ring=%s %s", self.name, broken)
+        except Exception as broken:
+            # The rim: a bug of ours costs this ring its jobs, never the process its other rings.
+            _log.critical("ring=%s event=%s", self.name, type(event).__name__, exc_info=broken)
             actions = self._scheduler.on(RingDown(str(broken), self._clock.now()))
         for action in actions:
             self._carry_out(action)
@@ -189,11 +239,11 @@ class RingDriver:
                 except RingLost as lost:
                     self._lost(lost)
             case Emit(job, event):
-                self._streams[job].put(event)
+                self._jobs[job].stream.put(event)
                 if isinstance(event, Finished):
                     self._forget(job)
             case Fail(job, error):
-                self._streams[job].fail(error)
+                self._jobs[job].stream.fail(error)
                 self._forget(job)
             case OpenEpoch(epoch, reason):
                 _log.warning("ring=%s epoch=%d opens: %s", self.name, epoch, reason)
@@ -202,11 +252,10 @@ class RingDriver:
                 )
 
     def _forget(self, job: JobId) -> None:
-        del self._streams[job]
-        self._sessions_of.pop(job, None)
-        timer = self._deadlines.pop(job, None)
-        if timer is not None:
-            timer.cancel()
+        entry = self._jobs.pop(job)
+        entry.drafter.close()
+        if entry.deadline is not None:
+            entry.deadline.cancel()
 
     def _lost(self, lost: RingLost) -> None:
         _log.error("ring=%s lost: %s", self.name, lost)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coordinator.drafters import Drafter
 from coordinator.errors import RingserveError
 from coordinator.frames import Epoch, Frame, JobId, Reply, Seq
 from coordinator.requests import JobEvent, Request, SessionId
@@ -15,6 +16,7 @@ from coordinator.requests import JobEvent, Request, SessionId
 class Submitted:
     job: JobId
     request: Request
+    drafter: Drafter
     now: float
 
 
@@ -26,6 +28,14 @@ class JobEnded:
 
     job: JobId
     error: RingserveError
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobSatisfied:
+    """Its caller needs no more tokens (a stop string): the job finishes as if a stop token had come."""
+
+    job: JobId
     now: float
 
 
@@ -59,12 +69,30 @@ class RingDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """A drafter that was thinking knows its drafts now."""
+
+    job: JobId
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class SessionClosed:
     session: SessionId
     now: float
 
 
-Event = Submitted | JobEnded | ReplyArrived | ReplyOverdue | EpochOpened | RingDown | SessionClosed
+Event = (
+    Submitted
+    | JobEnded
+    | JobSatisfied
+    | Drafted
+    | ReplyArrived
+    | ReplyOverdue
+    | EpochOpened
+    | RingDown
+    | SessionClosed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +121,14 @@ class OpenEpoch:
 
 
 Action = Send | Emit | Fail | OpenEpoch
+
+
+def story_line(event: Event) -> str:
+    """One line of the story: what happened, without a prompt's tokens."""
+    match event:
+        case Submitted(job, request, _, now):
+            return f"{now:.3f} submitted job={job} tokens={len(request.prompt)}"
+        case ReplyArrived(reply, now):
+            refused = ",".join(refusal.code for refusal in reply.refusals) or "-"
+            return f"{now:.3f} reply epoch={reply.epoch} seq={reply.seq} refused={refused}"
+    return f"{event.now:.3f} {event}"

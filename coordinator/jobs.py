@@ -10,27 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from coordinator.acceptance import accept
+from coordinator.acceptance import Acceptance, accept
 from coordinator.cuts import next_cut
 from coordinator.drafters import Drafter
-from coordinator.drafters.ngram import NgramDrafter
-from coordinator.drafters.none import NoDrafter
 from coordinator.frames import JobId, LaneId, Op, Segment, SegmentKind, SegmentReply, Seq
+from coordinator.ledger import common_prefix
 from coordinator.requests import (
     FinishReason,
     Miss,
     Request,
-    RowLogprobs,
     Timings,
     TokenDelta,
     Usage,
 )
+from coordinator.speculation import DraftRate, DraftTime, Speculation
 
 
 class Phase(Enum):
     WAITING = "waiting"  # in the queue
     PREFILL = "prefill"  # chunks to send, or the last one's token still out
-    DECODE = "decode"  # the anchor is known; at most one verify frame is in flight
+    DECODE = "decode"  # the anchor is known, or guessed by frames in flight
 
 
 @dataclass(slots=True)
@@ -41,8 +40,8 @@ class Job:
     request: Request
     submitted_at: float
     max_rows: int
+    drafter: Drafter
     context: list[int] = field(init=False)
-    drafter: Drafter = field(init=False)
     phase: Phase = Phase.WAITING
     lane: LaneId | None = None
     cached_prefix: int = 0
@@ -53,17 +52,24 @@ class Job:
     opened_seq: Seq | None = (
         None  # replies to earlier frames are of a lane opening that was refused
     )
+    guess: list[int] = field(default_factory=list)  # drafts in flight, not confirmed yet
+    fresh_seq: Seq = Seq(0)  # frames before it were built on a guess that failed
     in_flight: int = 0
+    served: int = -1  # the last frame of this epoch with rows of its prefill
     announced: bool = False
     refusals: int = 0
     admitted_at: float | None = None
     first_token_at: float | None = None
     drafted: int = 0
     accepted: int = 0
+    discarded: int = 0  # frames that a failed guess made void
+    drafts_right: DraftRate = field(default_factory=DraftRate)
+    draft_time: DraftTime = field(default_factory=DraftTime)
+
+    _shared: dict[JobId, int] = field(default_factory=dict)  # shared_prefix, by the other job
 
     def __post_init__(self) -> None:
         self.context = list(self.request.prompt)
-        self.drafter = NgramDrafter() if self.request.draft else NoDrafter()
         self.drafter.extend(self.context)
 
     @property
@@ -87,17 +93,30 @@ class Job:
         if not self.announced:
             self.cached_prefix = cached_prefix
         self.cuts, self.ops = cuts, ops
-        self.opened_seq, self.in_flight = None, 0
+        self._forget_flight()
 
     def requeue(self) -> None:
         self.phase, self.lane, self.ops = Phase.WAITING, None, ()
-        self.opened_seq, self.in_flight = None, 0
+        self._forget_flight()
+
+    def _forget_flight(self) -> None:
+        self.opened_seq, self.fresh_seq = None, Seq(0)
+        self.guess, self.in_flight, self.served = [], 0, -1
+
+    def shared_prefix(self, other: Job) -> int:
+        """How many leading tokens two jobs' prompts share."""
+        known = self._shared.get(other.id)
+        if known is None:
+            known = self._shared[other.id] = common_prefix(
+                self.request.prompt, other.request.prompt
+            )
+        return known
 
     def expects(self, seq: Seq) -> bool:
-        """Whether frame `seq` belongs to the lane's current opening; replies to earlier ones are
-        stale.
+        """Whether the reply to frame `seq` counts: the frame belongs to the lane's current opening and
+        was not built on a guess that failed.
         """
-        return self.opened_seq is not None and self.opened_seq <= seq
+        return self.opened_seq is not None and max(self.opened_seq, self.fresh_seq) <= seq
 
     @property
     def true_rows(self) -> int:
@@ -108,24 +127,45 @@ class Job:
     def wants_prefill(self) -> bool:
         return self.phase is Phase.PREFILL and self.cursor < len(self.context)
 
-    @property
-    def wants_verify(self) -> bool:
-        return self.phase is Phase.DECODE and self.in_flight == 0
-
-    def prefill_segment(self, row_budget: int) -> Segment:
-        """The next chunk, cut short where the frame has less room. Its last row seeds decoding."""
-        end = min(next_cut(self.cuts, self.cursor), self.cursor + row_budget)
+    def prefill_segment(self, row_budget: int | None) -> Segment:
+        """The next chunk, cut short to the budget if there is one. The last one's last row seeds decoding."""
+        end = next_cut(self.cuts, self.cursor)
+        if row_budget is not None:
+            end = min(end, self.cursor + row_budget)
         last = end == len(self.context)
         return self._segment(end, self.context[self.cursor : end], SegmentKind.PREFILL, last)
 
-    def verify_segment(self, max_drafts: int) -> Segment:
-        """[anchor] + drafts. No draft may outlive the job's limit, and none stands behind an end of
-        turn.
+    def verify_segment(self, plan: Speculation, now: float) -> Segment | None:
+        """[anchor] + drafts, or drafts alone behind frames in flight; None when there is nothing to send.
+
+        No draft may outlive the job's limit, and none stands behind an end of turn.
         """
-        drafts = self.drafter.draft(min(max_drafts, self.remaining - 1))
-        drafts = _before_stop(drafts, self.request.stop_tokens)
-        tokens = (self.context[-1], *drafts)
+        if self.phase is not Phase.DECODE or self.in_flight >= plan.depth:
+            return None
+        anchor = () if self.in_flight else (self.context[-1],)
+        width = min(plan.width, self._last_row - self.cursor)
+        drafts = self._draft(width - len(anchor), now)
+        if drafts is None:
+            return None
+        tokens = (*anchor, *_before_stop(drafts, self.request.stop_tokens))
+        if not tokens:
+            return None
         return self._segment(self.cursor + len(tokens), tokens, SegmentKind.VERIFY, True)
+
+    def _draft(self, limit: int, now: float) -> tuple[int, ...] | None:
+        if limit < 1:
+            return ()
+        drafts = self.drafter.draft(self.guess, limit)
+        if drafts is None:
+            self.draft_time.asked(now)
+        else:
+            self.draft_time.answered(len(drafts), now)
+        return drafts
+
+    @property
+    def _last_row(self) -> int:
+        """The row behind the last one that may be of use: the job's last token needs no row."""
+        return len(self.context) + self.remaining - 1
 
     def _segment(
         self, end: int, tokens: Sequence[int], kind: SegmentKind, samples: bool
@@ -139,33 +179,49 @@ class Job:
     def sent(self, segment: Segment, seq: Seq) -> None:
         if self.ops:
             self.ops, self.opened_seq = (), seq
+        if segment.kind is SegmentKind.VERIFY:
+            drafts = segment.tokens if self.in_flight else segment.tokens[1:]
+            self.guess.extend(drafts)
+            self.drafted += len(drafts)
+            if not drafts:
+                self.drafts_right.rest()
+        else:
+            self.served = seq
         self.in_flight += 1
-        if segment.kind is SegmentKind.PREFILL:
-            self.cursor = segment.end
+        self.cursor = segment.end
 
-    def answer(self, segment: Segment, reply: SegmentReply, now: float) -> TokenDelta | None:
-        """Takes the tail's answer to a segment; returns the tokens that it decided, if any."""
+    def answer(self, reply: SegmentReply, next_seq: Seq, now: float) -> TokenDelta | None:
+        """Takes the tail's answer to the oldest frame in flight; returns the tokens that it decided.
+
+        `next_seq` is the frame to be sent next: when a guess failed, every frame before it is void.
+        """
         self.in_flight -= 1
         if not reply.tokens:
             return None
-        drafts = segment.tokens[1:] if segment.kind is SegmentKind.VERIFY else ()
-        decided = accept(drafts, reply.tokens)
-        self.drafted += len(drafts)
-        self.accepted += decided.accepted
-        return self._decide(decided.tokens, reply.logprobs, now)
-
-    def _decide(
-        self, tokens: tuple[int, ...], logprobs: tuple[RowLogprobs, ...], now: float
-    ) -> TokenDelta:
-        kept = tokens[: _until_stop(tokens, self.request.stop_tokens)]
         if self.first_token_at is None:
             self.first_token_at = now
         self.phase = Phase.DECODE
-        # The last decided token is the next anchor: it has no row yet.
-        self.cursor = len(self.context) + len(kept) - 1
+        verdict = accept(self.guess, reply.tokens)
+        kept = verdict.tokens[: _until_stop(verdict.tokens, self.request.stop_tokens)]
+        self._confirm(verdict, next_seq)
         self.context.extend(kept)
         self.drafter.extend(kept)
-        return TokenDelta(kept, logprobs[: len(kept)])
+        if not self.in_flight:
+            # The last decided token is the next anchor: it has no row yet.
+            self.cursor = len(self.context) - 1
+        return TokenDelta(kept, reply.logprobs[: len(kept)])
+
+    def _confirm(self, verdict: Acceptance, next_seq: Seq) -> None:
+        """Takes confirmed drafts off the guess; a wrong one voids the rest, and frames built on it."""
+        self.accepted += verdict.accepted
+        self.drafts_right.observe(verdict.accepted, int(verdict.failed))
+        if not verdict.failed:
+            self.guess = self.guess[verdict.accepted :]
+            return
+        self.guess = []
+        if self.in_flight:
+            self.discarded += self.in_flight
+            self.fresh_seq, self.in_flight = next_seq, 0
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -45,6 +45,11 @@ class LaneTable:
     def busy(self) -> int:
         return sum(seat.job is not None for seat in self._seats)
 
+    @property
+    def free(self) -> int:
+        """Lanes that no job runs in and no session owns: a newcomer there costs nobody anything."""
+        return sum(seat.job is None and seat.session is None for seat in self._seats)
+
     def job_in(self, lane: LaneId) -> JobId | None:
         return self._seats[lane].job
 

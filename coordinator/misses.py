@@ -43,7 +43,11 @@ class SessionLengths:
         """`has_lane`: a lane still holds rows of the request's session. None: everything was
         reused.
         """
-        known = None if request.session is None else self._lengths.get(request.session)
+        if request.session is None:
+            return None  # nothing was promised
+        known = self._lengths.get(request.session)
+        if request.moved:
+            return Miss(MissKind.RING_LOST)
         if known is None:
             return Miss(MissKind.NEW_SESSION)
         if cached_prefix >= min(known.rows, len(request.prompt) - 1):

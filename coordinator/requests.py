@@ -18,6 +18,8 @@ SessionId = NewType("SessionId", str)
 # An unset limit: as many tokens as the lane has rows for.
 UNLIMITED = 1 << 31
 
+MAX_PRIORITY = 8  # 256 times the share: more would starve the others
+
 MAX_LOGPROBS = 20  # alternatives a row; the bound that OpenAI's API documents for top_logprobs
 
 
@@ -83,12 +85,16 @@ class Request:
     )
     draft: bool = True  # False: plain decoding
     deadline_s: float | None = None  # on the driver's clock
+    priority: int = 0  # a step up is twice the share of the queue
+    moved: bool = False  # the session's rows lie on a ring that it had to leave
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InvalidValue("prompt", "has no tokens")
         if self.max_new_tokens < 1:
             raise InvalidValue("max_new_tokens", f"must be at least 1, got {self.max_new_tokens}")
+        if abs(self.priority) > MAX_PRIORITY:
+            raise InvalidValue("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}")
 
 
 class MissKind(StrEnum):

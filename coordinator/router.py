@@ -1,5 +1,6 @@
-"""Which ring serves a job: the session's own, else the longest usable prefix, else the least
-loaded.
+"""Which ring serves a job: the session's own, then one with a lane to spare, then the one with the
+longest usable prefix, then the least loaded. A session moves when its ring is lost, draining or
+overloaded, and is told so.
 
 A wrong choice costs time, never a token. The router holds sessions' pins and histories; it never
 asks what is valid in a lane beyond the ledger's own answer.
@@ -8,31 +9,61 @@ asks what is valid in a lane beyond the ledger's own answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from coordinator.driver import RingDriver, RingStatus
-from coordinator.errors import RingUnavailable
+from coordinator.errors import BusyError, InvalidSetting, RingUnavailable
 from coordinator.requests import Request, SessionId
 from coordinator.ring import RingInfo
 from coordinator.sessions import History, SessionTable
 from coordinator.streams import JobStream
+
+# Fewer rows than this are prefilled within one step of anything else: no reason to prefer a busy ring.
+_LEAST_PREFIX = 16
 
 
 class Router:
     """Serves one model over `drivers`. All calls come from one event loop."""
 
     def __init__(self, drivers: Sequence[RingDriver], session_limit: int) -> None:
-        self._drivers = {driver.name: driver for driver in drivers}
+        self._drivers: dict[str, RingDriver] = {}
         self._sessions = SessionTable(session_limit)
+        for driver in drivers:
+            self.add(driver)
+
+    def add(self, driver: RingDriver) -> None:
+        """Takes a ring of the same model in, started or not. Raises InvalidSetting for a name in use."""
+        if driver.name in self._drivers:
+            raise InvalidSetting("ring", f"there is a ring {driver.name} already")
+        self._drivers[driver.name] = driver
+
+    def drain(self, name: str) -> bool:
+        """The ring takes no more jobs and its sessions move on their next turn; False for no such ring."""
+        driver = self._drivers.get(name)
+        if driver is not None:
+            driver.drain()
+        return driver is not None
+
+    def remove(self, name: str) -> RingDriver | None:
+        """Forgets a ring, which the caller then stops; None for no such ring."""
+        return self._drivers.pop(name, None)
 
     def submit(self, request: Request) -> JobStream:
-        """Raises RequestError or BusyError, and then nothing is queued and the session stays where
-        it was.
-        """
-        driver = self._choose(request)
-        stream = driver.submit(request)
-        if request.session is not None:
-            self._sessions.pin(request.session, driver.name)
-        return stream
+        """Raises RequestError or BusyError; the session then stays where it was."""
+        refused: BusyError | None = None
+        for driver in self._candidates(request):
+            try:
+                stream = driver.submit(self._marked(request, driver))
+            except BusyError as busy:
+                refused = refused or busy
+                continue
+            if request.session is not None:
+                self._sessions.pin(request.session, driver.name)
+            return stream
+        if refused is None:
+            reasons = {status.reason or "loading" for status in self.rings()}
+            refused = RingUnavailable("; ".join(sorted(reasons)) or "there is none")
+        raise refused
 
     def info(self) -> RingInfo:
         """What a ring of this router can do; they all serve the same model. Raises RingUnavailable."""
@@ -56,20 +87,32 @@ class Router:
             driver.close_session(session)
         return self._sessions.forget(session)
 
-    def _choose(self, request: Request) -> RingDriver:
+    def _marked(self, request: Request, driver: RingDriver) -> Request:
+        pinned = None if request.session is None else self._sessions.ring(request.session)
+        return request if pinned in (None, driver.name) else replace(request, moved=True)
+
+    def _candidates(self, request: Request) -> list[RingDriver]:
+        """The rings that could serve it, the best first. A ring whose queue is full is passed over."""
         ready = [driver for driver in self._drivers.values() if driver.status().ready]
-        if not ready:
-            reasons = {status.reason or "loading" for status in self.rings()}
-            raise RingUnavailable("; ".join(sorted(reasons)))
-        if request.session is not None:
-            pinned = self._sessions.ring(request.session)
-            for driver in ready:
-                if driver.name == pinned:
-                    return driver
-        return max(ready, key=lambda driver: _fitness(driver, request))
+        pinned = None if request.session is None else self._sessions.ring(request.session)
+        idle_lane = any(_has_idle_lane(driver.status()) for driver in ready)
+
+        def fitness(driver: RingDriver) -> tuple[bool, bool, int, int]:
+            status = driver.status()
+            # A pin is worth a prefill, and not a wait behind more jobs than the ring has lanes.
+            stays = driver.name == pinned and not (idle_lane and _is_overloaded(status))
+            prefix = driver.usable_prefix(request.prompt) if request.reuse else 0
+            prefix = prefix if prefix >= _LEAST_PREFIX else 0
+            # Where every lane is some session's, the longest prefix would cost one of them its rows.
+            roomy = status.free_lanes > status.waiting_jobs
+            return stays, roomy, prefix, -(status.running_jobs + status.waiting_jobs)
+
+        return sorted(ready, key=fitness, reverse=True)
 
 
-def _fitness(driver: RingDriver, request: Request) -> tuple[int, int]:
-    status = driver.status()
-    prefix = driver.usable_prefix(request.prompt) if request.reuse else 0
-    return prefix, -(status.running_jobs + status.waiting_jobs)
+def _has_idle_lane(status: RingStatus) -> bool:
+    return status.info is not None and status.running_jobs < status.info.lanes
+
+
+def _is_overloaded(status: RingStatus) -> bool:
+    return status.info is not None and status.waiting_jobs > status.info.lanes

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
+from coordinator.admission import Admission
 from coordinator.batch import Batch
 from coordinator.config import SchedulerSettings
-from coordinator.cuts import cut_plan, even_cuts
+from coordinator.costs import Costs
+from coordinator.counts import Counter, RingCounts
 from coordinator.errors import (
     BrokenInvariant,
     ContextTooLong,
@@ -24,11 +27,13 @@ from coordinator.errors import (
 )
 from coordinator.events import (
     Action,
+    Drafted,
     Emit,
     EpochOpened,
     Event,
     Fail,
     JobEnded,
+    JobSatisfied,
     OpenEpoch,
     ReplyArrived,
     ReplyOverdue,
@@ -36,15 +41,14 @@ from coordinator.events import (
     Send,
     SessionClosed,
     Submitted,
+    story_line,
 )
+from coordinator.fairness import FairQueue
 from coordinator.frames import (
-    CopyRows,
     Epoch,
     Frame,
     JobId,
     LaneId,
-    Op,
-    OpenLane,
     Refusal,
     RefusalCode,
     Reply,
@@ -53,11 +57,10 @@ from coordinator.frames import (
     Seq,
 )
 from coordinator.jobs import Job, Phase
-from coordinator.lanes import LaneChoice, LaneTable
-from coordinator.ledger import Ledger, Standing, digest_of
-from coordinator.misses import SessionLengths
-from coordinator.requests import Finished, Miss, Request, Started
+from coordinator.ledger import Ledger, Standing
+from coordinator.requests import Finished, FinishReason, Request, Started
 from coordinator.ring import RingInfo
+from coordinator.speculation import plan_speculation
 
 # Frames in flight beyond one a stage, so that no stage waits for the coordinator's turn-around.
 _SPARE_FRAMES = 1
@@ -78,14 +81,16 @@ class Scheduler:
         self._info = info
         self._settings = settings
         self.ledger = Ledger(info.lanes, info.max_rows)
-        self.lanes = LaneTable(self.ledger, settings.min_copy_rows)
-        self._lengths = SessionLengths(settings.session_limit)
+        self._admission = Admission(info, settings, self.ledger)
+        self.lanes = self._admission.lanes
         self._jobs: dict[JobId, Job] = {}  # with a lane, in the order of their admission
-        self._queue: deque[Job] = deque()
+        self._queue = FairQueue()
         self._in_flight: dict[Seq, Frame] = {}  # oldest first
         self._epoch_open = True
         self._down: str | None = None
         self._barren_epochs = 0
+        self._costs = Costs(info.stages)
+        self._counter = Counter(info.stages)
         self._story: deque[str] = deque(maxlen=_STORY_EVENTS)
         self._actions: list[Action] = []
 
@@ -101,12 +106,16 @@ class Scheduler:
 
     @property
     def sessions(self) -> int:
-        return len(self._lengths)
+        return len(self._admission.lengths)
 
     @property
     def down(self) -> str | None:
         """Why the ring takes no jobs, if it takes none."""
         return self._down
+
+    @property
+    def counts(self) -> RingCounts:
+        return self._counter.totals
 
     @property
     def oldest_in_flight(self) -> Seq | None:
@@ -129,13 +138,15 @@ class Scheduler:
     # Events
 
     def on(self, event: Event) -> list[Action]:
-        self._story.append(_line(event))
+        self._story.append(story_line(event))
         self._actions = []
         match event:
             case Submitted():
                 self._submit(event)
             case JobEnded(job, error):
                 self._end_job(job, error)
+            case JobSatisfied(job, now):
+                self._satisfy(job, now)
             case ReplyArrived(reply, now):
                 self._reply(reply, now)
             case ReplyOverdue(epoch, seq):
@@ -145,16 +156,17 @@ class Scheduler:
                 self._epoch_open = epoch == self.ledger.epoch
             case RingDown(reason):
                 self._ring_down(reason)
+            case Drafted():
+                pass  # the frame that waited for it is made below
             case SessionClosed(session):
-                self.lanes.disown(session)
-                self._lengths.forget(session)
+                self._admission.close_session(session)
         self._pump(event.now)
         return self._actions
 
     def _submit(self, event: Submitted) -> None:
         self.admissible(event.request)
-        job = Job(event.job, event.request, event.now, self._info.max_rows)
-        self._queue.append(job)
+        job = Job(event.job, event.request, event.now, self._info.max_rows, event.drafter)
+        self._queue.push(job)
 
     def _end_job(self, job_id: JobId, error: RingserveError) -> None:
         job = self._jobs.get(job_id)
@@ -162,11 +174,24 @@ class Scheduler:
             self._release(job)
             self._actions.append(Fail(job_id, error))
             return
-        for waiting in self._queue:
-            if waiting.id == job_id:
-                self._queue.remove(waiting)
-                self._actions.append(Fail(job_id, error))
-                return
+        if self._queue.remove(job_id) is not None:
+            self._actions.append(Fail(job_id, error))
+
+    def _satisfy(self, job_id: JobId, now: float) -> None:
+        job = self._jobs.get(job_id)
+        if job is not None:
+            self._finish(job, FinishReason.STOP, now)
+            return
+        waiting = self._queue.remove(job_id)
+        if waiting is not None:
+            self._tell_end(waiting, FinishReason.STOP, now)
+
+    def _finish(self, job: Job, reason: FinishReason, now: float) -> None:
+        self._release(job)
+        self._tell_end(job, reason, now)
+
+    def _tell_end(self, job: Job, reason: FinishReason, now: float) -> None:
+        self._actions.append(Emit(job.id, Finished(reason, job.usage(), job.timings(now))))
 
     def _ring_down(self, reason: str) -> None:
         self._down, self._epoch_open = reason, False
@@ -193,6 +218,8 @@ class Scheduler:
                 )
                 return
         self._barren_epochs = 0
+        self._counter.answered(frame, reply)
+        self._costs.learn(frame, reply, {job.phase for job in self._jobs.values()})
         answers = {answer.lane: answer for answer in reply.segments}
         for segment in frame.segments:
             job = self._jobs.get(segment.job)
@@ -210,20 +237,19 @@ class Scheduler:
             self._end_epoch(f"reply {reply.seq} lacks tokens of lane {segment.lane}", now)
             return
         self._announce(job)
-        delta = job.answer(segment, answer, now)
+        delta = job.answer(answer, self.ledger.next_seq, now)
         if delta is not None:
             self._actions.append(Emit(job.id, delta))
         reason = job.finish_reason
         if delta is not None and reason is not None:
-            self._release(job)
-            finished = Finished(reason, job.usage(), job.timings(now))
-            self._actions.append(Emit(job.id, finished))
+            self._finish(job, reason, now)
 
     def _announce(self, job: Job) -> None:
         """Tells the client what is reused, once the stages have accepted the lane's opening."""
         if job.announced:
             return
         job.announced = True
+        self._counter.admitted(job.prompt_tokens, job.cached_prefix)
         assert job.lane is not None
         started = Started(self._ring, job.lane, job.prompt_tokens, job.cached_prefix, job.miss)
         self._actions.append(Emit(job.id, started))
@@ -241,8 +267,7 @@ class Scheduler:
         held = next((rows.valid_rows for rows in reply.lanes if rows.lane == job.lane), 0)
         trusted = refusal.code is RefusalCode.KV_GAP and job.refusals == 1
         self.ledger.truncate(job.lane, held if trusted else 0)
-        depth = self.ledger.usable_prefix(job.lane, job.context[:-1])
-        job.open(depth, (self._opening(job, job.lane, depth),), self._cuts(job, depth))
+        self._admission.reopen(job)
 
     def _end_epoch(self, reason: str, now: float) -> None:
         """Voids every row. Jobs keep their tokens and are prefilled again, oldest first."""
@@ -254,7 +279,7 @@ class Scheduler:
             return
         for job in reversed(self._jobs.values()):
             job.requeue()
-            self._queue.appendleft(job)
+            self._queue.push_front(job)
         self._jobs.clear()
         self._in_flight.clear()
         self.lanes.clear()
@@ -263,93 +288,82 @@ class Scheduler:
         self._actions.append(OpenEpoch(self.ledger.epoch, reason))
 
     def _release(self, job: Job) -> None:
-        """The job leaves its lane; what it wrote stays there and stays true."""
-        assert job.lane is not None
         del self._jobs[job.id]
-        self.lanes.release(job.lane)
-        if job.request.session is not None:
-            self._lengths.ended(job.request.session, job.true_rows, self.ledger.epoch)
+        # Frames that still speculate for a job that has ended are as void as those of a failed guess.
+        still_out = job.in_flight if job.phase is Phase.DECODE else 0
+        self._counter.drafts(job.drafted, job.accepted, job.discarded + still_out)
+        self._admission.leave(job)
 
     # Frames
 
     def _pump(self, now: float) -> None:
-        limit = self._info.stages + _SPARE_FRAMES
-        while self._epoch_open and len(self._in_flight) < limit:
+        while self._epoch_open and len(self._in_flight) < self._flight_limit():
             batch = self._next_batch(now)
             if not batch.segments:
                 return
             self._send(batch)
 
-    def _next_batch(self, now: float) -> Batch:
-        """Decoding first, then prefill chunks in the order of admission, then at most one newcomer.
+    def _flight_limit(self) -> int:
+        """A spare frame hides the turn-around; beside a decoding job it would be one more to wait for."""
+        phases = {job.phase for job in self._jobs.values()}
+        mixed = len(phases) > 1 or (Phase.DECODE in phases and len(self._queue) > 0)
+        return self._info.stages + (0 if mixed else _SPARE_FRAMES)
 
-        One newcomer a frame: its lane is chosen by the replica, which knows only frames that were
-        sent.
+    def _next_batch(self, now: float) -> Batch:
+        """Decoding first, then prefill chunks of whoever was served longest ago, then at most one newcomer.
+
+        One newcomer a frame: its lane is chosen by the replica, which knows only frames that were sent.
         """
-        batch = Batch(self._settings.frame_rows)
+        batch = Batch(self._settings.frame_rows, whole_chunks=not self._info.exact)
         decoding = [job for job in self._jobs.values() if job.phase is Phase.DECODE]
-        ready = [job for job in decoding if job.wants_verify]
-        # Not all in one frame: while one stage computes these, the other needs some too.
-        for job in ready[: math.ceil(len(decoding) / self._info.stages)]:
-            batch.add(job, job.verify_segment(self._settings.max_drafts))
-        for job in self._jobs.values():
-            if job.wants_prefill and batch.room > 0:
-                batch.add(job, job.prefill_segment(batch.room))
-        if batch.room > 0 and self._queue:
+        self._add_verifies(batch, decoding, now)
+        if decoding:
+            stretch = self._settings.max_stretch
+            batch.limit(self._costs.stretched_rows(stretch, len(decoding)))
+        if batch.room > 0:
             newcomer = self._admit(now)
-            if newcomer is not None:
-                batch.add(newcomer, newcomer.prefill_segment(batch.room))
+            self._add_prefills(batch, newcomer)
         return batch
 
+    def _add_prefills(self, batch: Batch, newcomer: Job | None) -> None:
+        """Equal shares of the room; where that is too little to share, whoever was served longest ago."""
+        waiting = [job for job in self._jobs.values() if job.wants_prefill and job is not newcomer]
+        waiting.sort(key=lambda job: job.served)
+        if newcomer is not None:
+            waiting.insert(0, newcomer)
+        for place, job in enumerate(waiting):
+            if batch.room < 1:
+                return
+            share = batch.room // (len(waiting) - place)
+            batch.add_prefill(job, max(share, self._settings.min_chunk_rows))
+
+    def _add_verifies(self, batch: Batch, decoding: Sequence[Job], now: float) -> None:
+        # Not all in one frame: while one stage computes these, the other needs some too.
+        share = math.ceil(len(decoding) / self._info.stages)
+        widest = max(1, self._settings.frame_rows // max(share, 1))
+        for job in decoding:
+            plan = plan_speculation(
+                job.drafts_right.rate,
+                call_rows=self._costs.frames.call_rows,
+                jobs=len(self._jobs),
+                stages=self._info.stages,
+                max_width=min(self._settings.max_drafts + 1, widest),
+                draft_rows=self._costs.frames.rows_in(job.draft_time.per_token_s),
+            )
+            segment = job.verify_segment(plan, now) if len(batch.segments) < share else None
+            if segment is not None:
+                batch.add(job, segment)
+
     def _admit(self, now: float) -> Job | None:
-        """Gives the first waiting job a lane, if one is free."""
-        job = self._queue[0]
-        session = job.request.session
-        choice = self.lanes.choose(job.context, session, reuse=job.request.reuse)
-        if choice is None:
+        """Gives the next waiting job a lane, if one is free."""
+        if self.lanes.busy == self._info.lanes:
             return None
-        self._queue.popleft()
-        if not job.announced:
-            job.miss = self._miss(job, choice)
-        self.lanes.take(choice, job.id, session)
-        job.lane = choice.lane
-        job.admitted_at = job.admitted_at if job.admitted_at is not None else now
-        cuts = self._cuts(job, choice.cached_prefix)
-        job.open(choice.cached_prefix, self._openings(job, choice), cuts)
-        self._jobs[job.id] = job
-        return job
-
-    def _cuts(self, job: Job, start: int) -> tuple[int, ...]:
-        settings, end = self._settings, len(job.context)
-        if self._info.exact:
-            return even_cuts(start, end, stages=self._info.stages, chunk_rows=settings.chunk_rows)
-        return cut_plan(
-            end,
-            job.request.boundaries,
-            chunk_rows=settings.chunk_rows,
-            min_chunk_rows=settings.min_chunk_rows,
-        )
-
-    def _openings(self, job: Job, choice: LaneChoice) -> tuple[Op, ...]:
-        if choice.copy_from is None:
-            return (self._opening(job, choice.lane, choice.cached_prefix),)
-        copy = CopyRows(choice.copy_from, choice.lane, choice.cached_prefix)
-        return (copy, self._opening(job, choice.lane, choice.cached_prefix))
-
-    def _opening(self, job: Job, lane: LaneId, cached_prefix: int) -> OpenLane:
-        return OpenLane(lane, job.id, cached_prefix, digest_of(job.context[:cached_prefix]))
-
-    def _miss(self, job: Job, choice: LaneChoice) -> Miss | None:
-        request = job.request
-        if not request.reuse:
-            return None
-        return self._lengths.miss(
-            request,
-            cached_prefix=choice.cached_prefix,
-            epoch=self.ledger.epoch,
-            has_lane=request.session is not None
-            and self.lanes.lane_of(request.session) is not None,
-        )
+        for job in self._queue.heads():
+            if self._admission.seat(job, self._jobs.values(), now):
+                self._queue.take(job)
+                self._jobs[job.id] = job
+                return job
+        return None
 
     def _send(self, batch: Batch) -> None:
         frame = batch.frame(self.ledger.epoch, self.ledger.next_seq)
@@ -366,14 +380,3 @@ class Scheduler:
 
 def _refusal_of(lane: LaneId, reply: Reply) -> Refusal | None:
     return next((refusal for refusal in reply.refusals if refusal.lane == lane), None)
-
-
-def _line(event: Event) -> str:
-    """One line of the story: what happened, without a prompt's tokens."""
-    match event:
-        case Submitted(job, request, now):
-            return f"{now:.3f} submitted job={job} tokens={len(request.prompt)}"
-        case ReplyArrived(reply, now):
-            refused = ",".join(refusal.code for refusal in reply.refusals) or "-"
-            return f"{now:.3f} reply epoch={reply.epoch} seq={reply.seq} refused={refused}"
-    return f"{event.now:.3f} {event}"

@@ -8,11 +8,16 @@ token.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.requests import SessionId
+
+# Of all sessions together: some 400 of 32,768 tokens each.
+HISTORY_BYTES = 256 * 2**20
+_ID_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +57,16 @@ class _Session:
 
 
 class SessionTable:
-    """Remembers at most `limit` sessions; the one that was used longest ago is forgotten first."""
+    """Remembers at most `limit` sessions; the one that was used longest ago is forgotten first.
 
-    def __init__(self, limit: int) -> None:
+    Histories have a bound in bytes as well: beyond it the oldest go, and their sessions keep their
+    rings.
+    """
+
+    def __init__(self, limit: int, history_bytes: int = HISTORY_BYTES) -> None:
         self._limit = limit
+        self._room = history_bytes
+        self._sizes: OrderedDict[SessionId, int] = OrderedDict()  # of those that have a history
         self._sessions: OrderedDict[SessionId, _Session] = OrderedDict()
 
     def __len__(self) -> int:
@@ -74,13 +85,30 @@ class SessionTable:
         self._put(session, replace(self._sessions.get(session, _Session()), ring=ring))
 
     def remember(self, session: SessionId, history: History) -> None:
+        self._forget_size(session)
         self._put(session, replace(self._sessions.get(session, _Session()), history=history))
+        self._sizes[session] = _bytes_of(history)
+        self._room -= self._sizes[session]
+        while self._room < 0:
+            oldest = next(iter(self._sizes))
+            self._forget_size(oldest)
+            self._sessions[oldest] = replace(self._sessions[oldest], history=None)
 
     def forget(self, session: SessionId) -> bool:
+        self._forget_size(session)
         return self._sessions.pop(session, None) is not None
 
     def _put(self, session: SessionId, entry: _Session) -> None:
         self._sessions[session] = entry
         self._sessions.move_to_end(session)
         while len(self._sessions) > self._limit:
-            self._sessions.popitem(last=False)
+            oldest, _ = self._sessions.popitem(last=False)
+            self._forget_size(oldest)
+
+    def _forget_size(self, session: SessionId) -> None:
+        self._room += self._sizes.pop(session, 0)
+
+
+def _bytes_of(history: History) -> int:
+    """Ids are mostly shared small objects: their references count."""
+    return _ID_BYTES * len(history.token_ids) + sys.getsizeof(history.text)

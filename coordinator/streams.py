@@ -10,9 +10,12 @@ import asyncio
 from collections.abc import Callable
 from types import TracebackType
 
-from coordinator.errors import RingserveError
+from coordinator.errors import Cancelled, RingserveError
 from coordinator.frames import JobId
 from coordinator.requests import Finished, JobEvent, Started, TokenDelta
+
+# Tokens of one event. With 20 log-probabilities each they are 17 kB on the wire, far below a message's limit.
+_MOST_TOKENS = 64
 
 
 class JobStream:
@@ -20,9 +23,12 @@ class JobStream:
     token.
     """
 
-    def __init__(self, job: JobId, cancel: Callable[[JobId], None]) -> None:
+    def __init__(
+        self, job: JobId, cancel: Callable[[JobId], None], satisfy: Callable[[JobId], None]
+    ) -> None:
         self.job = job
         self._cancel = cancel
+        self._satisfy = satisfy
         self._started: Started | None = None
         self._delta: TokenDelta | None = None
         self._end: Finished | RingserveError | None = None
@@ -45,6 +51,19 @@ class JobStream:
         if self._end is None:
             self._cancel(self.job)
 
+    def finish_now(self) -> Finished:
+        """Ends the job where it is, for a caller that has what it wanted, and tells usage and
+        timings.
+
+        Raises the job's error if it failed before.
+        """
+        if self._end is None:
+            self._satisfy(self.job)
+        if isinstance(self._end, Finished):
+            self._over = True
+            return self._end
+        raise self._end or Cancelled()
+
     def __aiter__(self) -> JobStream:
         return self
 
@@ -63,7 +82,7 @@ class JobStream:
             event, self._started = self._started, None
             return event
         if self._delta is not None:
-            event, self._delta = self._delta, None
+            event, self._delta = _split(self._delta)
             return event
         if self._end is None:
             return None
@@ -88,3 +107,14 @@ class JobStream:
     def fail(self, error: RingserveError) -> None:
         self._end = error
         self._news.set()
+
+
+def _split(delta: TokenDelta) -> tuple[TokenDelta, TokenDelta | None]:
+    """What goes out now, and the rest."""
+    if len(delta.tokens) <= _MOST_TOKENS:
+        return delta, None
+    now, rest = slice(_MOST_TOKENS), slice(_MOST_TOKENS, None)
+    return (
+        TokenDelta(delta.tokens[now], delta.logprobs[now]),
+        TokenDelta(delta.tokens[rest], delta.logprobs[rest]),
+    )

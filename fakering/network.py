@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from coordinator.errors import RingLost
+from coordinator.errors import InvalidSetting, RingLost
 from coordinator.frames import Epoch, Frame, Reply, StageTiming
 from fakering.faults import (
     Delay,
@@ -26,6 +26,25 @@ from fakering.faults import (
 )
 from fakering.model import FakeModel
 from fakering.stages import FakeStage, Parcel, reopens
+
+# Each row of each stage takes 16 bytes, and a lane as much as this many rows beside its own.
+_MAX_ROWS_IN_ALL = 100_000_000
+_ROWS_OF_A_LANE = 32
+
+
+def check_sizes(stages: int, lanes: int, max_rows: int, rings: int = 1) -> None:
+    """Raises InvalidSetting for what no machine has the memory to pretend, before anything is allocated."""
+    sizes = {"stages": stages, "lanes": lanes, "max_rows": max_rows, "rings": rings}
+    for name, size in sizes.items():
+        if size < 1:
+            raise InvalidSetting(name, f"must be at least 1, got {size}")
+    if rings * stages * lanes * (max_rows + _ROWS_OF_A_LANE) > _MAX_ROWS_IN_ALL:
+        worst = max(sizes, key=lambda name: sizes[name])
+        raise InvalidSetting(
+            worst,
+            f"{rings} x {stages} stages x {lanes} lanes x {max_rows} rows are too many to pretend: "
+            f"at most {_MAX_ROWS_IN_ALL} rows in all",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +64,7 @@ class _Arrival:
 
 
 class Network:
-    """Frames in by `send`, replies out by `advance`. A lost ring stays lost until `rebuild`."""
+    """Frames in by `send`, replies out by `advance`. A lost ring stays lost until `rebuild`. Raises InvalidSetting."""
 
     def __init__(
         self,
@@ -56,6 +75,7 @@ class Network:
         faults: FaultScript = (),
         pace: Pace | None = None,
     ) -> None:
+        check_sizes(stages, lanes, max_rows)
         self.lost: RingLost | None = None
         self._shape = (stages, lanes, max_rows)
         self._model = model

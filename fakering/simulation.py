@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.config import SchedulerSettings
+from coordinator.drafters.ngram import NgramDrafter
+from coordinator.drafters.none import NoDrafter
 from coordinator.errors import Cancelled, RingLost, RingserveError
 from coordinator.events import (
     Action,
@@ -111,7 +113,7 @@ class Simulation:
         self.now = 0.0
         self._plan = plan
         self._model = model
-        self._faulty = bool(faults)
+        self.faults = faults
         self._settings = settings
         self._end_tokens = end_tokens
         self._due: list[_Due] = []
@@ -155,7 +157,7 @@ class Simulation:
             self._feed(RingDown(str(outcome), self.now))
             return
         self.refusals += len(outcome.refusals)
-        self._require(self._faulty or not outcome.refusals, f"refused: {outcome.refusals}")
+        self._require(bool(self.faults) or not outcome.refusals, f"refused: {outcome.refusals}")
         self._feed(ReplyArrived(outcome, self.now))
 
     def _happen(self, due: _Due) -> None:
@@ -196,7 +198,8 @@ class Simulation:
         except RingserveError as refused:
             self.jobs[job].error = refused
             return
-        self._feed(Submitted(job, request, self.now))
+        drafter = NgramDrafter() if request.draft else NoDrafter()
+        self._feed(Submitted(job, request, drafter, self.now))
         if planned.cancel_after_s is not None:
             self._later(self.now + planned.cancel_after_s, job, job)
 
@@ -265,7 +268,7 @@ class Simulation:
     def _check(self) -> None:
         for played in self.jobs.values():
             self._check_stream(played)
-        if not self._faulty and self.scheduler.oldest_in_flight is None:
+        if not self.faults and self.scheduler.oldest_in_flight is None:
             self._check_replicas()
 
     def _check_stream(self, played: PlayedJob) -> None:

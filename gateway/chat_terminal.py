@@ -1,39 +1,36 @@
 """A terminal client on the gRPC API, for `ringserve chat`.
 
 It keeps the conversation and shows what each turn reused. Ctrl-C ends the answer that is being written; what came of it
-stays in the conversation.
+stays in the conversation. On a pipe it asks without a prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
+import sys
 import time
 import uuid
-from dataclasses import dataclass
 
 import grpc
 from rich.console import Console
 
 from coordinator.requests import SamplingSpec, SessionId
 from gateway.chat.messages import Message
+from gateway.chat_options import ChatOptions
 from gateway.client import Client, error_info
 from gateway.turns import ChatPrompt, TurnDelta, TurnFinished, TurnRequest, TurnStarted
 
 INTERRUPTED = 130
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    address: str
-    system: str | None = None
-    temperature: float = 0.0
-    max_tokens: int | None = None
-    seed: int | None = None
-
-
 def talk(options: ChatOptions) -> int:
     """Until the end of input; returns the exit code."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # input() then edits lines and remembers them
     with asyncio.Runner() as runner:
         client = runner.run(_connect(options.address))
         try:
@@ -41,10 +38,13 @@ def talk(options: ChatOptions) -> int:
             console.print(
                 f"{model.name}, {model.max_context} tokens, {model.numerics}", style="dim"
             )
-            return _converse(runner, _Conversation(client, options, console))
+            return _converse(runner, _Conversation(client, options, console), options.address)
         except grpc.aio.AioRpcError as error:
-            console.print(_said(error), style="red", markup=False)
+            console.print(_said(error, options.address), style="red", markup=False)
             return 1
+        except KeyboardInterrupt:
+            console.print()
+            return INTERRUPTED
         finally:
             runner.run(client.__aexit__(None, None, None))
 
@@ -112,15 +112,18 @@ class _Conversation:
         )
 
 
-def _converse(runner: asyncio.Runner, conversation: _Conversation) -> int:
+def _converse(runner: asyncio.Runner, conversation: _Conversation, address: str) -> int:
     console = conversation.console
+    asks = sys.stdin.isatty()
     while True:
         try:
-            text = console.input("[bold]> [/bold]").strip()
+            text = input("> " if asks else "").strip()
         except EOFError:
-            console.print()
+            if asks:
+                console.print()
             return 0
         except KeyboardInterrupt:
+            console.print()
             return INTERRUPTED
         if not text:
             continue
@@ -129,12 +132,16 @@ def _converse(runner: asyncio.Runner, conversation: _Conversation) -> int:
         except KeyboardInterrupt:
             console.print("\n[interrupted]", style="dim", markup=False)
         except grpc.aio.AioRpcError as error:
-            console.print(_said(error), style="red", markup=False)
+            console.print(_said(error, address), style="red", markup=False)
             if error.code() is grpc.StatusCode.UNAVAILABLE and error_info(error) is None:
                 return 1
 
 
-def _said(error: grpc.aio.AioRpcError) -> str:
+def _said(error: grpc.aio.AioRpcError, address: str) -> str:
     info = error_info(error)
-    reason = error.code().name if info is None else info.reason
-    return f"{reason.lower()}: {error.details()}"
+    if info is not None:
+        return f"{info.reason.lower()}: {error.details()}"
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        reason = (error.details() or "no reason given").rpartition("; ")[2]
+        return f"cannot reach {address}: {reason}"
+    return f"{error.code().name.lower()}: {error.details()}"

@@ -1,4 +1,4 @@
-"""The command line: `ringserve serve`, `plan`, `chat`, `demo` and `bench`.
+"""The command line: `ringserve serve`, `plan`, `chat`, `rings`, `demo` and `bench`.
 
 It parses flags and RINGSERVE_* names into settings, shows what happens and maps ends to exit codes: 0, 1 for a
 failure, 2 for bad usage, 130 when interrupted. Heavy modules are imported by the command that needs them.
@@ -14,9 +14,14 @@ from typing import Annotated
 import typer
 
 from coordinator.config import SchedulerSettings
-from coordinator.errors import InvalidSetting, SetupError
+from coordinator.errors import SetupError
+from gateway.chat_options import ChatOptions
+from gateway.cli_bench import bench
+from gateway.cli_rings import app as rings_app
+from gateway.exits import fail
 from gateway.flags import (
     DeviceFlag,
+    DraftModelFlag,
     Drafts,
     DrainS,
     DtypeFlag,
@@ -33,6 +38,7 @@ from gateway.flags import (
     Ring,
     Rings,
     ServedName,
+    Spread,
     Stages,
     Verbose,
 )
@@ -46,12 +52,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-bench = typer.Typer(help="Measures a ring; each command has --json.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(rings_app, name="rings")
 
 _DEFAULTS = ServeSettings(model="default")
 _GRPC = GrpcSettings()
 _SCHEDULER = SchedulerSettings()
+_CHAT = ChatOptions(address="")
 
 
 def _show_version(wanted: bool) -> None:
@@ -82,9 +89,11 @@ def serve(
     numerics: NumericsFlag = _DEFAULTS.numerics,
     ring: Ring = _DEFAULTS.ring,
     drafts: Drafts = _SCHEDULER.max_drafts,
+    draft_model: DraftModelFlag = _DEFAULTS.draft_model,
     queue_limit: QueueLimit = _SCHEDULER.queue_limit,
     served_name: ServedName = _DEFAULTS.served_name,
     ray_address: RayAddress = _DEFAULTS.ray_address,
+    spread: Spread = _DEFAULTS.spread,
     host: Host = _GRPC.host,
     grpc_port: GrpcPort = _GRPC.port,
     insecure: Insecure = _GRPC.insecure,
@@ -106,6 +115,8 @@ def serve(
             numerics=numerics,
             served_name=served_name,
             ray_address=ray_address,
+            spread=spread,
+            draft_model=draft_model,
             scheduler=SchedulerSettings(max_drafts=drafts, queue_limit=queue_limit),
             grpc=GrpcSettings(host=host, port=grpc_port, insecure=insecure, drain_s=drain_s),
         )
@@ -153,19 +164,27 @@ def chat(
     system: Annotated[
         str | None, typer.Option(envvar="RINGSERVE_SYSTEM", help="The system prompt.")
     ] = None,
-    temperature: Annotated[float, typer.Option(envvar="RINGSERVE_TEMPERATURE")] = 0.0,
+    temperature: Annotated[float, typer.Option(envvar="RINGSERVE_TEMPERATURE")] = (
+        _CHAT.temperature
+    ),
     max_tokens: Annotated[
-        int | None,
-        typer.Option(envvar="RINGSERVE_MAX_TOKENS", show_default="what the lane still holds"),
-    ] = None,
+        int, typer.Option(envvar="RINGSERVE_MAX_TOKENS", help="Of each answer.")
+    ] = _CHAT.max_tokens,
     seed: Annotated[int | None, typer.Option(envvar="RINGSERVE_SEED")] = None,
 ) -> None:
     """Talks to a running ringserve in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    from gateway.chat_terminal import ChatOptions, talk
+    from gateway.chat_terminal import talk
 
-    options = ChatOptions(
-        address=address, system=system, temperature=temperature, max_tokens=max_tokens, seed=seed
-    )
+    try:
+        options = ChatOptions(
+            address=address,
+            system=system,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
+    except SetupError as error:
+        raise typer.Exit(fail(error)) from None
     raise typer.Exit(talk(options))
 
 
@@ -184,27 +203,6 @@ def demo(
     except SetupError as error:
         raise typer.Exit(fail(error)) from None
     raise typer.Exit(0 if exact else 1)
-
-
-@bench.command()
-def overhead(
-    model: Annotated[str, typer.Option(envvar="RINGSERVE_MODEL", help="As for serve.")] = "smollm2",
-    stages: Stages = _DEFAULTS.stages,
-    as_json: Json = False,
-) -> None:
-    """Times verify frames through Ray actors against the same slices in one process."""
-    from gateway.bench.overhead import overhead_command
-
-    try:
-        overhead_command(ServeSettings(model=model, stages=stages), as_json)
-    except SetupError as error:
-        raise typer.Exit(fail(error)) from None
-
-
-def fail(error: SetupError) -> int:
-    """Prints the one line and returns the exit code."""
-    typer.echo(f"error: {error}", err=True)
-    return 2 if isinstance(error, InvalidSetting) else 1
 
 
 def _log_to_stderr(verbose: bool) -> None:

@@ -108,6 +108,17 @@ class Client:
         answer: pb.ListRingsResponse = await self._stub.ListRings(pb.ListRingsRequest())
         return tuple(answer.rings)
 
+    async def add_ring(self) -> str:
+        """The new ring's name, when it takes turns: that may be minutes. Leaving ends what was started."""
+        answer: pb.AddRingResponse = await self._stub.AddRing(pb.AddRingRequest())
+        return answer.name
+
+    async def drain_ring(self, name: str) -> int:
+        """How many turns the ring still has; it ends with the last one."""
+        message = pb.DrainRingRequest(name=name)
+        answer: pb.DrainRingResponse = await self._stub.DrainRing(message)
+        return answer.jobs
+
     async def close_session(self, session: SessionId) -> bool:
         message = pb.CloseSessionRequest(session_id=session)
         answer: pb.CloseSessionResponse = await self._stub.CloseSession(message)

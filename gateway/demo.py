@@ -19,8 +19,9 @@ from gateway.chat.messages import Message
 from gateway.client import Client
 from gateway.dialogue import SYSTEM, TOOLS, TURNS
 from gateway.launch import launch
+from gateway.models import find_model
 from gateway.progress import ProgressBoard, open_board
-from gateway.settings import ServeSettings
+from gateway.settings import RingKind, ServeSettings
 from gateway.turns import ChatPrompt, TurnDelta, TurnFinished, TurnRequest, TurnStarted
 
 _SESSION = SessionId("demo")
@@ -69,6 +70,8 @@ def demo_command(settings: ServeSettings, as_json: bool) -> bool:
     """Plays and shows it; whether all tokens were equal. Raises SetupError."""
     console = Console(stderr=as_json, soft_wrap=True)
     with open_board(console) as board:
+        if settings.ring is not RingKind.FAKE:
+            find_model(settings.model, board.note)  # a wrong name is told before any heading
         report = asyncio.run(run_demo(settings, board))
     show(report, console)
     if as_json:

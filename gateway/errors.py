@@ -7,7 +7,7 @@ a client's business (a bug of ours, an exception nobody expected) becomes "inter
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import grpc
@@ -18,12 +18,25 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from coordinator import errors
+from coordinator.requests import SamplingSpec
 
 ERROR_DOMAIN = "ringserve"
 
 # gRPC drops the details of a status whose trailing metadata outgrow 8 KiB, and a client's own words come back in them.
 _LONGEST_MESSAGE = 512
 _LONGEST_VALUE = 256
+
+# Where a field that our records name lies in a gRPC request; the others lie at its top, under the same name.
+_GRPC_PATHS: Mapping[str, str] = MappingProxyType(
+    {
+        "messages": "chat.messages",
+        "tools": "chat.tools",
+        "template_args": "chat.template_args_json",
+        "token_ids": "token_ids.ids",
+        "max_new_tokens": "max_tokens",
+        **{spec.name: f"sampling.{spec.name}" for spec in fields(SamplingSpec)},
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,7 @@ class WireError:
 
 
 _INTERNAL = WireError(grpc.StatusCode.INTERNAL, 500, "server_error", "api_error")
+_NO_ROOM = WireError(grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "api_error")
 _INVALID = WireError(
     grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", "invalid_request_error"
 )
@@ -61,6 +75,12 @@ ERROR_TABLE: Mapping[type[BaseException], WireError] = MappingProxyType(
             grpc.StatusCode.DEADLINE_EXCEEDED, 504, "server_error", "api_error"
         ),
         errors.Cancelled: WireError(grpc.StatusCode.CANCELLED, None, "server_error", "api_error"),
+        # A ring that was to be added. Those that run already go on.
+        errors.SetupError: WireError(
+            grpc.StatusCode.FAILED_PRECONDITION, 503, "server_error", "api_error"
+        ),
+        errors.ClusterTooSmall: _NO_ROOM,
+        errors.ModelDoesNotFit: _NO_ROOM,
         errors.RingserveError: _INTERNAL,
     }
 )
@@ -106,7 +126,7 @@ def _details(error: BaseException, request_id: str) -> list[Message]:
 def _facts(error: BaseException) -> dict[str, str]:
     match error:
         case errors.InvalidValue():
-            return {"field": error.field}
+            return {"field": _grpc_path(error.field)}
         case errors.ContextTooLong():
             return {"prompt_tokens": str(error.prompt_tokens), "limit": str(error.limit)}
         case errors.RequestTooLarge():
@@ -116,6 +136,8 @@ def _facts(error: BaseException) -> dict[str, str]:
             }
         case errors.ModelNotFound():
             return {"model": error.model, "served": error.served}
+        case errors.ClusterTooSmall():
+            return {"wanted": error.wanted, "available": error.available}
         case errors.QueueFull():
             return {"waiting": str(error.waiting)}
         case errors.RingUnavailable() | errors.StageLost():
@@ -123,9 +145,16 @@ def _facts(error: BaseException) -> dict[str, str]:
     return {}
 
 
+def _grpc_path(field: str) -> str:
+    """`messages[3].role` is chat.messages[3].role."""
+    name, bracket, rest = field.partition("[")
+    return _GRPC_PATHS.get(name, name) + bracket + rest
+
+
 def _violation(error: errors.InvalidValue) -> error_details_pb2.BadRequest:
     violation = error_details_pb2.BadRequest.FieldViolation(
-        field=_cut(error.field, _LONGEST_VALUE), description=_cut(error.reason, _LONGEST_MESSAGE)
+        field=_cut(_grpc_path(error.field), _LONGEST_VALUE),
+        description=_cut(error.reason, _LONGEST_MESSAGE),
     )
     return error_details_pb2.BadRequest(field_violations=[violation])
 

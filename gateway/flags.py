@@ -49,6 +49,15 @@ Ring = Annotated[
 Drafts = Annotated[
     int, typer.Option(envvar="RINGSERVE_DRAFTS", help="Tokens drafted a step; 0 drafts none.")
 ]
+DraftModelFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        envvar="RINGSERVE_DRAFT_MODEL",
+        help="A small model of the same vocabulary: a folder or a hub id.",
+        show_default="drafts are looked up in the context",
+    ),
+]
 QueueLimit = Annotated[
     int, typer.Option(envvar="RINGSERVE_QUEUE_LIMIT", help="Turns that may wait for a lane.")
 ]
@@ -66,6 +75,14 @@ RayAddress = Annotated[
         envvar="RINGSERVE_RAY_ADDRESS",
         help="A running Ray cluster.",
         show_default="a Ray of our own on this machine",
+    ),
+]
+Spread = Annotated[
+    bool,
+    typer.Option(
+        "--spread",
+        envvar="RINGSERVE_SPREAD",
+        help="A machine of the Ray cluster for each stage, where it has that many.",
     ),
 ]
 Host = Annotated[str, typer.Option(envvar="RINGSERVE_HOST", help="The address to listen on.")]

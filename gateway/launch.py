@@ -10,7 +10,8 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,10 @@ from coordinator.driver import RingDriver
 from coordinator.ring import Ring, RingInfo
 from coordinator.router import Router
 from gateway.chat.tokenizer import ChatTokenizer
+from gateway.drafting import open_drafters
 from gateway.models import find_model
 from gateway.progress import ProgressBoard
+from gateway.rings import RingSet
 from gateway.rpc.server import serve_grpc
 from gateway.service import GenerationService
 from gateway.settings import Device, Dtype, RingKind, ServeSettings
@@ -57,6 +60,7 @@ class _Model:
     folder: Path | None
     tokenizer: ChatTokenizer
     make_ring: Callable[[], Ring]
+    check_room: Callable[[], None]  # for one more ring; raises SetupError
 
 
 @asynccontextmanager
@@ -65,21 +69,24 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
 
     gRPC answers from the beginning, so that health tells loading from dead.
     """
-    model = await asyncio.to_thread(_open_model, settings, board)
-    clock = SystemClock()
-    drivers = [
-        RingDriver(f"ring-{index}", model.make_ring(), settings.scheduler, clock)
-        for index in range(settings.rings)
-    ]
-    router = Router(drivers, settings.scheduler.session_limit)
-    rng = random.SystemRandom()
-    service = GenerationService(model.name, router, model.tokenizer, clock, rng)
     async with AsyncExitStack() as stack:
-        for driver in drivers:
-            stack.push_async_callback(driver.stop)
-        address = await stack.enter_async_context(serve_grpc(service, settings.grpc))
-        for driver in drivers:
-            await driver.start(board.sink(driver.name))
+        drafters = await stack.enter_async_context(
+            open_drafters(settings, partial(_device_and_dtype, settings), board)
+        )
+        model = await asyncio.to_thread(_open_model, settings, board)
+        clock = SystemClock()
+
+        def make_driver(name: str) -> RingDriver:
+            return RingDriver(name, model.make_ring(), settings.scheduler, clock, drafters)
+
+        router = Router((), settings.scheduler.session_limit)
+        rings = RingSet(router, make_driver, board.sink, model.check_room)
+        rng = random.SystemRandom()
+        service = GenerationService(model.name, router, model.tokenizer, clock, rng)
+        stack.push_async_callback(rings.stop)
+        rings.announce(settings.rings)
+        address = await stack.enter_async_context(serve_grpc(service, settings.grpc, rings))
+        await rings.start()
         yield Running(service, router, model.tokenizer, router.info(), address, model.folder)
 
 
@@ -104,14 +111,23 @@ def _open_model(settings: ServeSettings, board: ProgressBoard) -> _Model:
     name = settings.served_name or folder.name
     config = _ring_config(settings, folder.path, name)
     make_ring = _ray_rings if settings.ring is RingKind.RAY else _local_rings
-    return _Model(name, folder.path, load_tokenizer(folder.path), make_ring(settings, config))
+    return _Model(
+        name,
+        folder.path,
+        load_tokenizer(folder.path),
+        make_ring(settings, config),
+        partial(_check_room, settings, config),
+    )
 
 
 def _fake_model(settings: ServeSettings) -> _Model:
     from fakering.model import FakeModel
+    from fakering.network import check_sizes
     from fakering.ring import FakeRing
     from gateway.chat.byte_tokenizer import byte_tokenizer
 
+    max_rows = settings.max_rows or _FAKE_ROWS
+    check_sizes(settings.stages, settings.lanes, max_rows, settings.rings)
     name = settings.served_name or settings.model
     tokenizer = byte_tokenizer()
     language = FakeModel(
@@ -125,14 +141,14 @@ def _fake_model(settings: ServeSettings) -> _Model:
         return FakeRing(
             settings.stages,
             settings.lanes,
-            settings.max_rows or _FAKE_ROWS,
+            max_rows,
             vocab_size=tokenizer.vocab_size,
             step_s=_FAKE_STEP_S,
             model=name,
             language=language,
         )
 
-    return _Model(name, None, tokenizer, make_ring)
+    return _Model(name, None, tokenizer, make_ring, lambda: None)
 
 
 def _local_rings(settings: ServeSettings, config: RingConfig) -> Callable[[], Ring]:
@@ -164,7 +180,15 @@ def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig
         device=device,
         dtype=plan.dtype,
         numerics=settings.numerics,
+        spread=settings.spread,
     )
+
+
+def _check_room(settings: ServeSettings, config: RingConfig) -> None:
+    """Raises ModelDoesNotFit. Which GPUs are free, and whether there are any, is for the cluster to say."""
+    if config.device == "cpu":
+        one_more = replace(settings, rings=1, max_rows=config.max_rows)
+        _plan(one_more, config.model_dir, config.device).check()
 
 
 def _plan(settings: ServeSettings, folder: Path, device: str) -> Plan:
@@ -177,6 +201,7 @@ def _plan(settings: ServeSettings, folder: Path, device: str) -> Plan:
         settings.max_rows,
         _dtype(settings, device),
         _memory(settings, device),
+        device=device,
     )
 
 
@@ -185,7 +210,17 @@ def _device(settings: ServeSettings) -> str:
         return settings.device
     import torch
 
-    return "cuda" if torch.cuda.device_count() >= settings.stages * settings.rings else "cpu"
+    return "cuda" if torch.cuda.device_count() >= _stages_here(settings) else "cpu"
+
+
+def _stages_here(settings: ServeSettings) -> int:
+    """How many stages this machine holds, as far as that can be known before the cluster is asked."""
+    return settings.rings * (1 if settings.spread else settings.stages)
+
+
+def _device_and_dtype(settings: ServeSettings) -> tuple[str, str]:
+    device = _device(settings)
+    return device, _dtype(settings, device)
 
 
 def _dtype(settings: ServeSettings, device: str) -> str:
@@ -200,7 +235,8 @@ def _memory(settings: ServeSettings, device: str) -> tuple[int, ...]:
     if device == "cpu":
         from stage.host_memory import host_memory_per_stage
 
-        return host_memory_per_stage(settings.stages * settings.rings)[: settings.stages]
+        (each, *_) = host_memory_per_stage(_stages_here(settings))
+        return (each,) * settings.stages
     import torch
 
     free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]

@@ -17,6 +17,8 @@ BUILT_IN = "smollm2"
 # What a slice and its tokenizer are made of; repositories hold the same weights in other formats beside it.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
+_HINT = f"; {BUILT_IN} is built in"
+
 Note = Callable[[str], None]
 
 
@@ -37,7 +39,7 @@ def find_model(model: str, note: Note) -> ModelFolder:
     if path.is_dir():
         return ModelFolder(path.resolve(), path.resolve().name)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ModelUnusable(f"there is no folder {model}")
+        raise ModelUnusable(f"there is no model {model!r}: no such folder{_HINT}")
     return ModelFolder(_from_hub(model, note), model.rpartition("/")[2])
 
 
@@ -62,13 +64,36 @@ def _from_hub(model: str, note: Note) -> Path:
         try:
             found = snapshot_download(model, allow_patterns=_HUB_FILES, local_files_only=True)
         except LocalEntryNotFoundError:
-            note(f"downloading {model}")
+            note(f"asking the hub for {model}")
             found = snapshot_download(model, allow_patterns=_HUB_FILES)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelUnusable(
-            f"{model} is no folder here and cannot be had: {_first_line(error)}"
+            f"there is no model {model!r}: no such folder, and {_why_not(error)}{_HINT}"
         ) from error
     return Path(found)
+
+
+def _why_not(error: Exception) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
+
+    if constants.HF_HUB_OFFLINE:
+        return "the hub may not be asked: HF_HUB_OFFLINE is set"
+    match error:
+        case HFValidationError():
+            return "it cannot be the id of a hub's model"
+        case GatedRepoError():
+            return f"the hub gives it only to those who were let in ({_first_line(error)})"
+        case RepositoryNotFoundError():
+            return "the hub has none of that name"
+        case HfHubHTTPError():
+            return f"the hub refuses ({_first_line(error)})"
+    return f"the hub cannot be reached ({_first_line(error)})"
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from gateway.launch import plan_model
 from gateway.progress import LineBoard
 from gateway.settings import ServeSettings
-from stage.plan import Plan, format_bytes
+from stage.plan import ROW_STEP, Plan, format_bytes
 
 
 def show_plan(settings: ServeSettings) -> None:
@@ -20,11 +20,19 @@ def show_plan(settings: ServeSettings) -> None:
     told.print(_table(plan))
     told.print(
         f"lanes of {plan.max_rows} rows that fit: {plan.lanes_that_fit}\n"
-        f"rows that fit in each of {plan.lanes} lanes: {plan.rows_that_fit}\n"
-        f"largest context, in one lane: {plan.largest_context}",
+        f"rows that fit in each of {plan.lanes} lanes: {_limited(plan.rows_that_fit, plan)}\n"
+        f"largest context, in one lane: {_limited(plan.largest_context, plan)}\n"
+        "memory: what is free now, of each GPU or else of this host, split between its stages\n"
+        f"KV: in blocks of {ROW_STEP} rows",
         highlight=False,
+        soft_wrap=True,
     )
     plan.check()
+
+
+def _limited(rows: int, plan: Plan) -> str:
+    """Rows, and what keeps them from being more."""
+    return f"{rows} ({'the model' if rows >= plan.max_positions else 'the memory'}'s limit)"
 
 
 def _table(plan: Plan) -> Table:

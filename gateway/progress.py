@@ -59,10 +59,13 @@ class LineBoard:
         step = progress.bytes_done * _LINE_SHARES // max(progress.bytes_total, 1)
         key, now = (ring, progress.stage), (progress.note, step)
         with self._lock:
-            if self._seen.get(key) == now:
+            before = self._seen.get(key)
+            if before == now:
                 return
             self._seen[key] = now
-        self._write(f"{_label(ring, progress)} {_mib(progress)}".rstrip())
+        # Behind the last byte it does something else, of which bytes say nothing.
+        loaded = before is not None and before[1] == step == _LINE_SHARES
+        self._write(_label(ring, progress) + ("" if loaded else _mib(progress)))
 
 
 class BarBoard:
@@ -110,4 +113,4 @@ def _label(ring: str, progress: StageProgress) -> str:
 def _mib(progress: StageProgress) -> str:
     if not progress.bytes_total:
         return ""
-    return f"{progress.bytes_done / 2**20:.0f} of {progress.bytes_total / 2**20:.0f} MiB"
+    return f" {progress.bytes_done / 2**20:.0f} of {progress.bytes_total / 2**20:.0f} MiB"

@@ -1,12 +1,16 @@
 """Runs `ringserve serve`: progress, the ready line, and what Ctrl-C does.
 
-The first SIGINT or SIGTERM while serving drains; a second one, or one while loading, stops at once (exit code 130).
+The first SIGINT or SIGTERM while serving drains; a second one, or one while loading, stops at once (exit code 130):
+what was begun is taken back in order, but for a few seconds only, and one more signal does not wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
+import threading
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
@@ -18,6 +22,8 @@ from gateway.progress import open_board
 from gateway.settings import ServeSettings
 
 INTERRUPTED = 130
+# What ending the rings may take when someone wants the process gone.
+_LONGEST_STOP_S = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -26,6 +32,7 @@ def serve_until_interrupted(settings: ServeSettings) -> int:
     try:
         asyncio.run(_serve(settings))
     except (asyncio.CancelledError, KeyboardInterrupt):
+        Console(stderr=True).print("interrupted")
         return INTERRUPTED
     return 0
 
@@ -39,7 +46,13 @@ async def _serve(settings: ServeSettings) -> None:
             interrupts.drain_from_now()
             told.print(ready_line(running, settings), markup=False, highlight=False)
             await interrupts.asked()
-            shown.print("draining; Ctrl-C again stops at once")
+            shown.print(draining_line(running.service.open_turns), highlight=False)
+        shown.print("stopped")
+
+
+def draining_line(turns: int) -> str:
+    said = {0: "no turn is", 1: "1 turn is"}.get(turns, f"{turns} turns are")
+    return f"draining: {said} running; Ctrl-C again stops at once"
 
 
 def ready_line(running: Running, settings: ServeSettings) -> str:
@@ -54,7 +67,7 @@ def ready_line(running: Running, settings: ServeSettings) -> str:
         f"numerics {info.numerics}",
     ]
     if running.model_dir is not None:
-        parts.append(f"cached in {running.model_dir}")
+        parts.append(f"model folder {running.model_dir}")
     return ", ".join(parts)
 
 
@@ -64,6 +77,7 @@ class _Interrupts:
     def __init__(self) -> None:
         self._asked = asyncio.Event()
         self._may_drain = False
+        self._stopping = False
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
 
     def __enter__(self) -> _Interrupts:
@@ -97,5 +111,19 @@ class _Interrupts:
     def _signalled(self) -> None:
         if self._may_drain and not self._asked.is_set():
             self._asked.set()
+        elif self._stopping:
+            _leave()
         elif self._task is not None:
+            self._stopping = True
             self._task.cancel()
+            late = threading.Timer(_LONGEST_STOP_S, _leave)
+            late.daemon = True
+            late.start()
+
+
+def _leave() -> None:
+    # sys.exit() would wait for threads that load a model or download one, and no thread can be stopped from outside.
+    # Ray ends its own processes when this one is gone.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)

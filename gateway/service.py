@@ -1,6 +1,6 @@
 """One turn from text to text: what every front calls, whatever wire its client speaks.
 
-Decides limits that need no ring, draws seeds, turns prompts into ids and ids into text, ends a turn at a stop string
+Draws seeds, turns prompts into ids and ids into text, ends a turn at a stop string
 and remembers a session's ids for its next turn. It decides nothing about lanes or reuse, and no protobuf or HTTP
 enters.
 """
@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from coordinator.clock import Clock
 from coordinator.driver import RingStatus
-from coordinator.errors import (
-    BrokenInvariant,
-    Cancelled,
-    ContextTooLong,
-    InvalidValue,
-    ModelNotFound,
-)
+from coordinator.errors import DeadlineExceeded, InvalidValue, ModelNotFound
 from coordinator.requests import (
     UNLIMITED,
     Finished,
@@ -32,16 +27,15 @@ from coordinator.requests import (
     SamplingSpec,
     SessionId,
     Started,
-    Timings,
     TokenDelta,
-    Usage,
 )
 from coordinator.ring import RingInfo
 from coordinator.router import Router
 from coordinator.sessions import History, splice
 from gateway.answer import Answer
-from gateway.chat.messages import Message
 from gateway.chat.tokenizer import ChatTokenizer, RenderedPrompt
+from gateway.limits import check_prompt, check_turn
+from gateway.open_turns import OpenTurn, OpenTurns
 from gateway.turns import (
     ChatPrompt,
     Prompt,
@@ -53,12 +47,12 @@ from gateway.turns import (
     TurnRequest,
     TurnStarted,
 )
+from gateway.workers import Workers
 
-# A longer text cannot fit: no common vocabulary averages more characters a token. It spares tokenizing megabytes.
-MAX_CHARS_PER_TOKEN = 64
 # Seeds that we draw survive a client that reads JSON numbers as doubles.
 _DRAWN_SEED_BITS = 53
-_LONGEST_SESSION_ID = 256
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,6 @@ class _Turn:
 
     prompt: RenderedPrompt
     request: Request
-    submitted_s: float
 
 
 class GenerationService:
@@ -86,6 +79,8 @@ class GenerationService:
         self._tokenizer = tokenizer
         self._clock = clock
         self._rng = rng
+        self._workers = Workers()
+        self._turns = OpenTurns()
 
     def info(self) -> RingInfo:
         """Raises RingUnavailable while no ring has started."""
@@ -94,42 +89,75 @@ class GenerationService:
     def rings(self) -> tuple[RingStatus, ...]:
         return self._router.rings()
 
+    @property
+    def open_turns(self) -> int:
+        """Turns that are being read, wait or run."""
+        return len(self._turns)
+
     def close_session(self, session: SessionId) -> bool:
         """Cancels the session's turns and forgets it; False when it is unknown."""
-        return self._router.close_session(session)
+        had_turns = self._turns.close(session)
+        return self._router.close_session(session) or had_turns
 
     async def count_tokens(self, prompt: Prompt, model: str = "") -> int:
-        """How many tokens `generate` would find in the prompt. Raises RequestError and RingUnavailable."""
+        """How many tokens `generate` would find in the prompt. Raises RequestError and BusyError."""
         self._check_model(model)
-        return len((await self._read(prompt, None)).token_ids)
+        check_prompt(prompt, self.info().max_rows)
+        return await self._workers.run(partial(self._count, prompt))
+
+    def _count(self, prompt: Prompt) -> int:
+        match prompt:
+            case ChatPrompt(messages, tools, args):
+                only = self._tokenizer.render(messages, tools, args, with_boundaries=False)
+                return len(only.token_ids)
+            case TextPrompt(text):
+                return len(self._tokenizer.encode_prompt(text))
+            case TokenPrompt(ids):
+                self._check_ids("token_ids", ids)
+                return len(ids)
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Runs what would hold the event loop up, where prompts are read as well. Raises QueueFull."""
+        return await self._workers.run(work)
 
     async def generate(self, turn: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events: started, deltas, finished. Raises RequestError, BusyError and JobError.
 
         Close the generator to cancel the turn (contextlib.aclosing): what was generated until then is remembered.
         """
-        job = await self._prepare(turn)
-        answer = Answer(self._tokenizer, turn.stop, job.request.stop_tokens)
-        meter = _Meter(self._clock, job.submitted_s)
-        cut_short = False
-        with self._remembering(job, answer):
+        last: tuple[TurnEvent, ...] = ()
+        with self._turns.opened(turn.session) as open_turn:
+            job = await self._prepared(turn, open_turn)
+            answer = Answer(self._tokenizer, turn.stop, job.request.stop_tokens)
             async with self._router.submit(job.request) as stream:
-                async for event in stream:
-                    meter.note(event)
-                    for told in _told(event, answer, job.request.sampling.seed):
-                        yield told
-                    if isinstance(event, TokenDelta) and isinstance(answer.matched, str):
-                        cut_short = True
-                        break
-        if cut_short:
-            yield meter.finished(answer)
+                with self._remembering(job, answer, open_turn):
+                    async for event in stream:
+                        open_turn.started = True
+                        told = tuple(_told(event, answer, job.request.sampling.seed))
+                        if isinstance(event, Finished):
+                            last = told  # once it is remembered: the next turn may come at once
+                            break
+                        for each in told:
+                            yield each
+                        if isinstance(answer.matched, str):
+                            last = (_stopped(stream.finish_now(), answer),)
+                            break
+            for each in last:
+                yield each
 
-    async def _prepare(self, turn: TurnRequest) -> _Turn:
+    async def _prepared(self, turn: TurnRequest, open_turn: OpenTurn) -> _Turn:
+        try:
+            async with asyncio.timeout(turn.timeout_s):
+                return await self._prepare(turn, open_turn)
+        except TimeoutError:
+            raise DeadlineExceeded from None
+
+    async def _prepare(self, turn: TurnRequest, open_turn: OpenTurn) -> _Turn:
         submitted_s = self._clock.now()
         self._check_model(turn.model)
-        _check_limits(turn)
+        check_turn(turn)
         history = self._router.history(turn.session) if turn.session else None
-        prompt = await self._read(turn.prompt, history)
+        prompt = await self._read(turn.prompt, history, open_turn)
         request = Request(
             prompt=prompt.token_ids,
             sampling=self._sampling(turn),
@@ -139,34 +167,32 @@ class GenerationService:
             session=turn.session or None,
             reuse=turn.reuse,
             draft=turn.draft,
+            priority=turn.priority,
             deadline_s=None if turn.timeout_s is None else submitted_s + turn.timeout_s,
         )
-        return _Turn(prompt, request, submitted_s)
+        return _Turn(prompt, request)
 
     def _check_model(self, model: str) -> None:
         if model not in ("", self.name):
             raise ModelNotFound(model=model, served=self.name)
 
-    async def _read(self, prompt: Prompt, history: History | None) -> RenderedPrompt:
+    async def _read(
+        self, prompt: Prompt, history: History | None, open_turn: OpenTurn
+    ) -> RenderedPrompt:
         """The prompt's ids. Off the event loop: a long conversation takes tens of milliseconds."""
-        rows = self.info().max_rows
-        at_least = _letters(prompt) // MAX_CHARS_PER_TOKEN
-        if at_least > rows:
-            raise ContextTooLong(prompt_tokens=at_least, limit=rows)
+        check_prompt(prompt, self.info().max_rows)
+        if isinstance(prompt, TokenPrompt):
+            self._check_ids("token_ids", prompt.token_ids)
+        return await open_turn.read(self._workers.run(partial(self._reading, prompt, history)))
+
+    def _reading(self, prompt: Prompt, history: History | None) -> RenderedPrompt:
         match prompt:
             case ChatPrompt(messages, tools, args):
-                if not messages:
-                    raise InvalidValue("messages", "is empty")
-                return await asyncio.to_thread(
-                    self._tokenizer.render, messages, tools, args, history
-                )
+                return self._tokenizer.render(messages, tools, args, history)
             case TextPrompt(text):
-                ids = await asyncio.to_thread(self._encode, text, history)
-                return RenderedPrompt(text, ids)
+                return RenderedPrompt(text, self._encode(text, history))
             case TokenPrompt(ids):
-                self._check_ids("token_ids", ids)
-                decode = partial(self._tokenizer.decode, ids, skip_special=False)
-                return RenderedPrompt(await asyncio.to_thread(decode), ids)
+                return RenderedPrompt(self._tokenizer.decode(ids, skip_special=False), ids)
 
     def _encode(self, text: str, history: History | None) -> tuple[int, ...]:
         cold = self._tokenizer.encode_prompt(text)
@@ -195,16 +221,14 @@ class GenerationService:
         return own | frozenset(turn.stop_token_ids)
 
     @contextmanager
-    def _remembering(self, job: _Turn, answer: Answer) -> Iterator[None]:
-        """However the turn ends, its session's next one goes on from the ids that it has by then."""
+    def _remembering(self, job: _Turn, answer: Answer, open_turn: OpenTurn) -> Iterator[None]:
+        """However a turn ends that had its lane, its session's next one goes on from the ids that it has by then."""
         try:
             yield
-        except Cancelled:
-            raise  # its session was closed: remembering it would bring it back
-        except BaseException:
-            self._remember(job, answer)
-            raise
-        self._remember(job, answer)
+        finally:
+            # A closed session must not come back, and a turn that never began leaves the last one's history.
+            if open_turn.started and not open_turn.closed:
+                self._remember(job, answer)
 
     def _remember(self, job: _Turn, answer: Answer) -> None:
         if job.request.session is None:
@@ -214,36 +238,10 @@ class GenerationService:
         self._router.remember(job.request.session, history)
 
 
-class _Meter:
-    """Times a turn that ends at a stop string: the coordinator sees it as cancelled and reports nothing."""
-
-    def __init__(self, clock: Clock, submitted_s: float) -> None:
-        self._clock = clock
-        self._submitted_s = self._started_s = self._first_s = submitted_s
-        self._started: Started | None = None
-        self._tokens_came = False
-
-    def note(self, event: JobEvent) -> None:
-        match event:
-            case Started():
-                self._started, self._started_s = event, self._clock.now()
-            case TokenDelta() if not self._tokens_came:
-                self._tokens_came, self._first_s = True, self._clock.now()
-
-    def finished(self, answer: Answer) -> TurnFinished:
-        if self._started is None:
-            raise BrokenInvariant("a stream gave tokens before it started")
-        started = self._started
-        return TurnFinished(
-            reason=FinishReason.STOP,
-            matched_stop=answer.matched,
-            usage=Usage(started.prompt_tokens, started.cached_prefix, len(answer.token_ids)),
-            timings=Timings(
-                queue_s=self._started_s - self._submitted_s,
-                prefill_s=self._first_s - self._started_s,
-                decode_s=self._clock.now() - self._first_s,
-            ),
-        )
+def _stopped(done: Finished, answer: Answer) -> TurnFinished:
+    """The end at a stop string; the coordinator may have decided on tokens behind it."""
+    usage = replace(done.usage, generated_tokens=len(answer.token_ids))
+    return TurnFinished(FinishReason.STOP, answer.matched, usage, done.timings)
 
 
 def _told(event: JobEvent, answer: Answer, seed: int) -> Iterator[TurnEvent]:
@@ -265,25 +263,3 @@ def _told(event: JobEvent, answer: Answer, seed: int) -> Iterator[TurnEvent]:
             matched = answer.matched
             reason = event.reason if matched is None else FinishReason.STOP
             yield TurnFinished(reason, matched, event.usage, event.timings)
-
-
-def _check_limits(turn: TurnRequest) -> None:
-    if turn.max_tokens is not None and turn.max_tokens < 1:
-        raise InvalidValue("max_tokens", f"must be at least 1, got {turn.max_tokens}")
-    if turn.session is not None and len(turn.session) > _LONGEST_SESSION_ID:
-        raise InvalidValue("session_id", f"has more than {_LONGEST_SESSION_ID} characters")
-
-
-def _letters(prompt: Prompt) -> int:
-    match prompt:
-        case ChatPrompt(messages, tools, _):
-            said = sum(len(message.content or "") + _call_letters(message) for message in messages)
-            return said + sum(len(str(tool.parameters)) for tool in tools)
-        case TextPrompt(text):
-            return len(text)
-        case TokenPrompt(ids):
-            return len(ids) * MAX_CHARS_PER_TOKEN
-
-
-def _call_letters(message: Message) -> int:
-    return sum(len(str(call.arguments)) for call in message.tool_calls)

@@ -78,17 +78,24 @@ class ServeSettings:
     numerics: Numerics = Numerics.AUTO
     served_name: str | None = None  # None: the model folder's name
     ray_address: str | None = None  # None: a Ray of our own on this machine
+    spread: bool = False  # a node of the cluster for each stage of a ring
+    draft_model: str | None = None  # None: only what stood in the context before is drafted
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
 
     def __post_init__(self) -> None:
-        for name in ("stages", "rings", "lanes"):
-            if getattr(self, name) < 1:
-                raise InvalidSetting(name, f"must be at least 1, got {getattr(self, name)}")
+        for name, most in (("stages", 1024), ("rings", 1024), ("lanes", 65536)):
+            size = getattr(self, name)
+            if size < 1:
+                raise InvalidSetting(name, f"must be at least 1, got {size}")
+            if size > most:
+                raise InvalidSetting(name, f"must be at most {most}, got {size}")
         if self.max_rows is not None and self.max_rows < 2:
             raise InvalidSetting("max_rows", f"must be at least 2, got {self.max_rows}")
         if not self.model:
             raise InvalidSetting("model", "is empty")
+        if self.draft_model is not None and self.ring is RingKind.FAKE:
+            raise InvalidSetting("draft_model", "a fake ring has no vocabulary to share")
 
 
 def _is_loopback(host: str) -> bool:

@@ -56,6 +56,7 @@ class TurnRequest:
     reuse: bool = True
     draft: bool = True
     timeout_s: float | None = None
+    priority: int = 0  # a step up is twice the share of the queue
 
 
 @dataclass(frozen=True, slots=True)

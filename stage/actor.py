@@ -20,7 +20,7 @@ from stage.build import StageReport, build_stage
 from stage.config import RingConfig
 from stage.loop import run_stage
 from stage.stage import Stage
-from stage.transport import Link, Listener
+from stage.transport import Endpoint, Link, Listener
 
 # load, run, open_epoch or stop, and a progress call beside them.
 CONCURRENT_CALLS = 4
@@ -60,17 +60,17 @@ class StageActor:
         self._progress = StageProgress(index, 0, 0, "starting")
         self._link = Link()
         self._listener: Listener | None = None
-        self._next: str | None = None
+        self._next: Endpoint | None = None
         self._stage: Stage | None = None
 
     def place(self) -> Place:
         node = ray.get_runtime_context().get_node_id()
         return Place(node, ray.util.get_node_ip_address(), os.getpid())
 
-    def bind(self, where: Path | str) -> str:
-        """The address to send frames to."""
+    def bind(self, where: Path | str) -> Endpoint:
+        """Where frames are to be sent."""
         self._listener = self._link.listen(where)
-        return self._listener.address
+        return self._listener.endpoint
 
     def load(self) -> StageReport | LoadFailure:
         # Ray shows a process its own GPU only.
@@ -84,8 +84,10 @@ class StageActor:
     def progress(self) -> StageProgress:
         return self._progress
 
-    def connect(self, address: str) -> None:
-        self._next = address
+    def connect(self, previous: bytes | None, following: Endpoint) -> None:
+        """Who sends frames here, by its public key, and where they go on to."""
+        self._link.admit(previous)
+        self._next = following
 
     def run(self) -> LoopEnd:
         """Serves until `stop`. The caller keeps the reference: it also tells of this process's death."""

@@ -7,19 +7,22 @@ scratch lane only. It knows no transport: threads and actors call it alike.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from coordinator.errors import ModelUnusable, NumericsNotExact
+from coordinator.errors import ModelDoesNotFit, ModelUnusable, NumericsNotExact
 from coordinator.frames import PROTOCOL_VERSION
 from coordinator.ring import RingInfo, StageProgress
 from stage.attention import Numerics, RowSegment
 from stage.config import RingConfig
 from stage.fingerprint import fingerprint
-from stage.model.slice import ModelSlice, RowBatch, load_slice
+from stage.model.damage import in_one_line, unusable
+from stage.model.slice import ModelSlice, RowBatch, SliceOutput, load_slice
 from stage.numerics import probe_numerics
 from stage.stage import Stage
 
@@ -50,22 +53,14 @@ def build_stage(
     """Raises SetupError. `device` is torch's name for it."""
     torch.set_num_threads(config.threads)
     note = _Notes(index, progress)
-    first, last = config.splits[index]
-    model = load_slice(
-        config.model_dir,
-        first,
-        last,
-        lanes=config.lanes,
-        max_rows=config.max_rows,
-        dtype=getattr(torch, config.dtype),
-        device=torch.device(device),
-        numerics=Numerics.FAST if config.numerics == "fast" else Numerics.EXACT,
-        progress=note.loading,
-    )
-    note.say("warming up")
-    _warm_up(model)
-    note.say("probing numerics")
-    exact, words = _probe(config, index, model)
+    with _memory_for(config, index):
+        model = _load(config, index, device, note)
+        what = f"{_layers(config, index)} cannot be called"
+        with unusable(what, passing=(torch.OutOfMemoryError,)):
+            note.say("warming up")
+            _warm_up(config, index, model)
+            note.say("probing numerics")
+            exact, words = _probe(config, index, model)
     note.say("ready")
     report = StageReport(
         protocol_version=PROTOCOL_VERSION,
@@ -76,8 +71,36 @@ def build_stage(
         exact=exact,
         device=device,
     )
-    log.info("ready stage=%d layers=%d-%d numerics=%s", index, first, last, words)
+    log.info("ready stage=%d layers=%d-%d numerics=%s", index, *config.splits[index], words)
     return Stage(index, model), report
+
+
+@contextmanager
+def _memory_for(config: RingConfig, index: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelDoesNotFit(f"{_layers(config, index)}: {in_one_line(error)}") from error
+
+
+def _layers(config: RingConfig, index: int) -> str:
+    first, last = config.splits[index]
+    return f"{config.model_dir.name}, layers {first} to {last - 1}"
+
+
+def _load(config: RingConfig, index: int, device: str, note: _Notes) -> ModelSlice:
+    first, last = config.splits[index]
+    return load_slice(
+        config.model_dir,
+        first,
+        last,
+        lanes=config.lanes,
+        max_rows=config.max_rows,
+        dtype=getattr(torch, config.dtype),
+        device=torch.device(device),
+        numerics=Numerics.FAST if config.numerics == "fast" else Numerics.EXACT,
+        progress=note.loading,
+    )
 
 
 def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
@@ -127,19 +150,37 @@ def _probe(config: RingConfig, index: int, model: ModelSlice) -> tuple[bool, str
     if config.numerics == "fast":
         return False, "fast (not probed)"
     report = probe_numerics(model)
+    if not math.isfinite(report.max_difference) and not model.decoder.length_dependent_rope:
+        raise _not_finite(config, index)
     if config.numerics == "exact" and not report.exact:
         raise NumericsNotExact(f"stage {index} on {model.decoder.device}: {report}")
     return report.exact, str(report)
 
 
-def _warm_up(model: ModelSlice) -> None:
+def _warm_up(config: RingConfig, index: int, model: ModelSlice) -> None:
+    """The first calls, which also tell damaged weights: a NaN anywhere in a layer reaches every row behind it."""
     lane = model.rows.scratch_lane
     try:
         for rows in _WARM_UP_ROWS:
             batch = RowBatch((0,) * rows, (RowSegment(lane, 0, rows),), asked=(rows - 1,))
             hidden = None
             if not model.decoder.is_head:
-                hidden = torch.zeros((rows, model.decoder.hidden_size), dtype=model.decoder.dtype)
-            model.forward(batch, hidden)
+                hidden = torch.ones((rows, model.decoder.hidden_size), dtype=model.decoder.dtype)
+            if not _is_finite(model.forward(batch, hidden)):
+                raise _not_finite(config, index)
     finally:
         model.rows.clear(lane, 0)
+
+
+def _is_finite(output: SliceOutput) -> bool:
+    if output.logits is not None:
+        # Tokens that a model never says may have -inf.
+        return bool(output.logits.max(dim=-1).values.isfinite().all())
+    return output.hidden is not None and bool(output.hidden.isfinite().all())
+
+
+def _not_finite(config: RingConfig, index: int) -> ModelUnusable:
+    return ModelUnusable(
+        f"{_layers(config, index)} give values that are not finite: "
+        f"the weights are damaged, or too large for {config.dtype}"
+    )

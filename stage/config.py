@@ -28,6 +28,8 @@ class RingConfig:
     threads: int = 1
     # What a stage on a CPU asks of Ray. It bounds how many stages fit; it does not pin them.
     cpu_share: float = 0.5
+    # A node of the cluster for each stage, where it has that many; else as few nodes as will do.
+    spread: bool = False
 
     def __post_init__(self) -> None:
         self._check_splits()

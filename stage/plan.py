@@ -118,13 +118,14 @@ def plan(
     memory_per_stage: Sequence[int],
     *,
     rows_limit: int = DEFAULT_ROWS_LIMIT,
+    device: str = "cpu",
 ) -> Plan:
     """Plans a ring of `stages` stages; `max_rows=None` takes what the model and the memory allow, up to `rows_limit`.
 
     Raises ModelUnusable and InvalidSetting; whether the plan fits is for `Plan.check` to say.
     """
     return plan_footprint(
-        read_footprint(model_dir, dtype),
+        read_footprint(model_dir, dtype, device),
         stages,
         lanes,
         max_rows,

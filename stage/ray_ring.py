@@ -9,30 +9,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import select
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from coordinator.errors import ClusterTooSmall, RingLost, SetupError
+from coordinator.errors import RingLost, SetupError
 from coordinator.frames import Epoch, Frame, Reply
 from coordinator.ring import ProgressSink, RingHealth, RingInfo, StageProgress
 from stage.actor import CONCURRENT_CALLS, LoadFailure, LoopEnd, Place, StageActor
 from stage.build import StageReport, ring_info
 from stage.config import RingConfig
 from stage.messages import FrameMessage, ReplyMessage
+from stage.placement import Share, along_nodes, share_of
+from stage.processes import await_exits
 from stage.replies import ReplyQueue
-from stage.transport import Link, Listener, Sender
+from stage.transport import Endpoint, Link, Listener, Sender
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +201,7 @@ class _Started:
         self.group: PlacementGroup | None = None
         self.actors: list[Any] = []
         self.places: list[Place] = []
+        self.endpoints: tuple[Endpoint, ...] = ()  # where each stage and then we are reached
         self.replies = ReplyQueue(on_lost=self._tell_all)
         self._link = Link()
         self._sender: Sender | None = None
@@ -210,36 +215,40 @@ class _Started:
 
     async def open(self) -> None:
         """Binds and connects all sockets, then lets the stages run."""
-        addresses, replies_to = await self._bind()
-        ends = [*addresses[1:], replies_to]
-        connecting = zip(self.actors, ends, strict=True)
-        await asyncio.gather(*(actor.connect.remote(end) for actor, end in connecting))
-        self._sender = self._link.connect(addresses[0])
+        stages, replies = await self._bind()
+        self.endpoints = (*stages, replies)
+        self._link.admit(stages[-1].public)
+        previous = [replies.public, *(stage.public for stage in stages[:-1])]
+        calls = zip(self.actors, previous, [*stages[1:], replies], strict=True)
+        # Each knows its predecessor before anybody connects: the door stays closed to all others.
+        await asyncio.gather(*(actor.connect.remote(key, to) for actor, key, to in calls))
+        self._sender = self._link.connect(stages[0])
         self._watchers = [
             asyncio.create_task(self._watch(index, actor.run.remote()))
             for index, actor in enumerate(self.actors)
         ]
 
-    async def _bind(self) -> tuple[list[str], str]:
+    async def _bind(self) -> tuple[list[Endpoint], Endpoint]:
+        """By node, not by host: only what Ray counts as one node surely shares a file system."""
         here = ray.get_runtime_context().get_node_id()
         if all(place.node == here for place in self.places):
             self._folder = _private_folder()
             where: list[Path | str] = [self._folder / str(n) for n in range(len(self.places))]
-            replies_to = self._listen(self._folder / "replies")
+            replies = self._listen(self._folder / "replies")
         else:
             where = [place.host for place in self.places]
-            replies_to = self._listen(ray.util.get_node_ip_address())
+            replies = self._listen(ray.util.get_node_ip_address())
         binding = zip(self.actors, where, strict=True)
-        addresses = await asyncio.gather(*(actor.bind.remote(at) for actor, at in binding))
-        return list(addresses), replies_to
+        stages = await asyncio.gather(*(actor.bind.remote(at) for actor, at in binding))
+        return list(stages), replies
 
-    def _listen(self, where: Path | str) -> str:
+    def _listen(self, where: Path | str) -> Endpoint:
         """The listener belongs to its thread from the start: closing the link waits for it to be closed there."""
         listener = self._link.listen(where)
         threading.Thread(
             target=_read, args=(listener, self.replies), name="replies", daemon=True
         ).start()
-        return listener.address
+        return listener.endpoint
 
     async def _watch(self, index: int, running: Awaitable[LoopEnd]) -> None:
         """Waits for the end of a stage's loop, or of its process."""
@@ -269,7 +278,7 @@ class _Started:
                 ray.kill(actor)
         for watcher in self._watchers:
             watcher.cancel()
-        await asyncio.to_thread(_await_exits, self._pids_here(), _EXIT_S)
+        await asyncio.to_thread(await_exits, self._pids_here(), _EXIT_S)
         if self.group is not None:
             remove_placement_group(self.group)
         if self._sender is not None:
@@ -277,18 +286,6 @@ class _Started:
         await asyncio.to_thread(self._link.close)
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, True)
-
-
-def _await_exits(pids: Sequence[int], timeout_s: float) -> None:
-    """Blocks until the processes are gone. They are Ray's children, so there is nothing to wait for but their end."""
-    until = time.monotonic() + timeout_s
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            process = os.pidfd_open(pid)
-            try:
-                select.select([process], [], [], max(0.0, until - time.monotonic()))
-            finally:
-                os.close(process)
 
 
 def _read(listener: Listener, replies: ReplyQueue) -> None:
@@ -318,35 +315,29 @@ def _private_folder() -> Path:
 
 async def _place(config: RingConfig, started: _Started) -> None:
     """Raises ClusterTooSmall, at once when the whole cluster has less than is wanted."""
-    kind, share = ("GPU", 1.0) if config.device == "cuda" else ("CPU", config.cpu_share)
-    _check_size(config, kind, share, ray.cluster_resources())
-    started.group = placement_group([{kind: share}] * config.stages, strategy="PACK")
+    share = share_of(config)
+    share.check(ray.cluster_resources())
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    strategy = share.strategy(config.spread, nodes)
+    started.group = placement_group([share.resources] * config.stages, strategy=strategy)
     if not await asyncio.to_thread(started.group.wait, _PLACEMENT_S):
-        _check_size(config, kind, share, ray.available_resources())
-        raise ClusterTooSmall(wanted=_wanted(config, kind, share), available="no room on its hosts")
-    for index in range(config.stages):
-        started.actors.append(_make_actor(config, index, kind, share, started.group))
-
-
-def _check_size(config: RingConfig, kind: str, share: float, resources: dict[str, float]) -> None:
-    have = resources.get(kind, 0.0)
-    if have < share * config.stages:
-        raise ClusterTooSmall(wanted=_wanted(config, kind, share), available=f"{have:g} {kind}")
-
-
-def _wanted(config: RingConfig, kind: str, share: float) -> str:
-    return f"{share * config.stages:g} {kind} ({config.stages} stages with {share:g} each)"
+        share.check(ray.available_resources())
+        raise share.too_much("no room on its nodes")
+    placed = placement_group_table(started.group)["bundles_to_node_id"]
+    here = ray.get_runtime_context().get_node_id()
+    for index, bundle in enumerate(along_nodes([placed[n] for n in sorted(placed)], here)):
+        started.actors.append(_make_actor(config, index, share, started.group, bundle))
 
 
 def _make_actor(
-    config: RingConfig, index: int, kind: str, share: float, group: PlacementGroup
+    config: RingConfig, index: int, share: Share, group: PlacementGroup, bundle: int
 ) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     return (
         ray.remote(StageActor)
         .options(
-            num_cpus=share if kind == "CPU" else 0,
-            num_gpus=share if kind == "GPU" else 0,
+            num_cpus=share.resources.get("CPU", 0),
+            num_gpus=share.resources.get("GPU", 0),
             max_concurrency=CONCURRENT_CALLS,
             scheduling_strategy=strategy,
             # A checkout is on no host's import path by itself.

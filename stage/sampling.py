@@ -28,6 +28,8 @@ from coordinator.requests import RowLogprobs, SamplingSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+History = Sequence[int] | np.ndarray  # [rows] of int64: taken as it is, not copied
+
 # Philox's second key word: keeps these draws apart from any other use of the same seed.
 _NOISE_DOMAIN = 0x72696E6773616D70
 _MANTISSA = (1 << 53) - 1
@@ -38,11 +40,18 @@ _FIRST_GUESS = 1024
 
 @dataclass(frozen=True, slots=True)
 class AskedRow:
-    """What one row's token depends on besides its logits. The token stands at position len(history)."""
+    """What one row's token depends on besides its logits."""
 
-    history: Sequence[int]  # token ids of rows [0, row], all below the vocabulary's size
+    position: int  # of the token: the number of tokens before it
     sampling: SamplingSpec
-    prompt_tokens: int  # history from here on was generated
+    # Token ids from row 0 on, all below the vocabulary's size; those from `position` on are not looked at. Only a
+    # spec that reads_history needs any.
+    history: History = ()
+    prompt_tokens: int = 0  # history from here on was generated
+
+    def __post_init__(self) -> None:
+        if reads_history(self.sampling) and len(self.history) < self.position:
+            raise BrokenInvariant(f"a history of {len(self.history)} at position {self.position}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +71,18 @@ class NotFinite(BrokenInvariant):
         self.rows = rows
 
 
+def reads_history(spec: SamplingSpec) -> bool:
+    """Whether the tokens before it change what a row's token is."""
+    counts = spec.presence_penalty != 0.0 or spec.frequency_penalty != 0.0
+    return counts or spec.repetition_penalty != 1.0
+
+
 def check_spec(spec: SamplingSpec, vocab_size: int) -> None:
     """Raises InvalidValue for what only the vocabulary's size can tell: for the frame's door."""
-    for token, _ in spec.logit_bias:
+    tokens = [token for token, _ in spec.logit_bias]
+    if not tokens:
+        return
+    for token in (min(tokens), max(tokens)):
         if not 0 <= token < vocab_size:
             raise InvalidValue(
                 "logit_bias", f"token id {token} is outside the vocabulary of {vocab_size}"
@@ -78,19 +96,44 @@ def sample_rows(logits: Tensor, asked: Sequence[AskedRow]) -> list[SampledRow]:
     highest, likeliest = logits.max(dim=-1)  # [asked]; the first of equals, NaN if there is one
     _refuse_not_finite(highest, asked)
     greedy = likeliest.tolist()
+    # The rows of a segment share one spec, and a bias may name the whole vocabulary.
+    specs = {id(row.sampling): row.sampling for row in asked}
+    biases = {key: _Bias.of(spec, logits.shape[1]) for key, spec in specs.items()}
     return [
-        SampledRow(greedy[i]) if _is_plain_argmax(row.sampling) else _sample(logits[i], row)
+        SampledRow(greedy[i])
+        if _is_plain_argmax(row.sampling)
+        else _sample(logits[i], row, biases[id(row.sampling)])
         for i, row in enumerate(asked)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bias:
+    """A spec's logit_bias as arrays: [entries] each, in the order in which they are added."""
+
+    tokens: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, spec: SamplingSpec, vocab_size: int) -> _Bias | None:
+        if not spec.logit_bias:
+            return None
+        check_spec(spec, vocab_size)
+        count = len(spec.logit_bias)
+        tokens = np.fromiter((token for token, _ in spec.logit_bias), np.int64, count)
+        values = np.fromiter((value for _, value in spec.logit_bias), np.float64, count)
+        return cls(tokens, values)
+
+    def add_to(self, logits: Tensor) -> None:
+        # Unlike `+=` with an index, this adds every entry of a token that is named twice.
+        np.add.at(logits.numpy(), self.tokens, self.values)
 
 
 def _refuse_not_finite(highest: Tensor, asked: Sequence[AskedRow]) -> None:
     finite = torch.isfinite(highest).tolist()
     bad = tuple(i for i, ok in enumerate(finite) if not ok)
     if bad:
-        raise NotFinite(
-            bad, [f"row {i} of the call, position {len(asked[i].history)}" for i in bad]
-        )
+        raise NotFinite(bad, [f"row {i} of the call, position {asked[i].position}" for i in bad])
 
 
 def _is_plain_argmax(spec: SamplingSpec) -> bool:
@@ -98,37 +141,31 @@ def _is_plain_argmax(spec: SamplingSpec) -> bool:
 
 
 def _changes_logits(spec: SamplingSpec) -> bool:
-    return bool(spec.logit_bias) or _penalizes(spec)
+    return bool(spec.logit_bias) or reads_history(spec)
 
 
-def _penalizes(spec: SamplingSpec) -> bool:
-    counts = spec.presence_penalty != 0.0 or spec.frequency_penalty != 0.0
-    return counts or spec.repetition_penalty != 1.0
-
-
-def _sample(raw_row: Tensor, row: AskedRow) -> SampledRow:
+def _sample(raw_row: Tensor, row: AskedRow, bias: _Bias | None) -> SampledRow:
     raw = raw_row.detach().to("cpu", torch.float64)  # [vocab]
-    token = _pick(_adjusted(raw, row), row.sampling, position=len(row.history))
+    token = _pick(_adjusted(raw, row, bias), row.sampling, position=row.position)
     return SampledRow(token, _logprobs(raw, token, row.sampling.logprobs))
 
 
-def _adjusted(raw: Tensor, row: AskedRow) -> Tensor:
+def _adjusted(raw: Tensor, row: AskedRow, bias: _Bias | None) -> Tensor:
     """The logits after penalties and bias; `raw` itself when there are none."""
     spec = row.sampling
     if not _changes_logits(spec):
         return raw
-    check_spec(spec, raw.shape[0])
     logits = raw.clone()
     if spec.repetition_penalty != 1.0:
-        _penalize_repetition(logits, _ids(row.history), spec.repetition_penalty)
+        _penalize_repetition(logits, _ids(row.history[: row.position]), spec.repetition_penalty)
     if spec.presence_penalty != 0.0 or spec.frequency_penalty != 0.0:
-        _penalize_counts(logits, _ids(row.history[row.prompt_tokens :]), spec)
-    for token, bias in spec.logit_bias:
-        logits[token] += bias
+        _penalize_counts(logits, _ids(row.history[row.prompt_tokens : row.position]), spec)
+    if bias is not None:
+        bias.add_to(logits)
     return logits
 
 
-def _ids(tokens: Sequence[int]) -> Tensor:
+def _ids(tokens: History) -> Tensor:
     return torch.from_numpy(np.asarray(tokens, dtype=np.int64))
 
 

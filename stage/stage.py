@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,15 @@ from coordinator.ledger import Applied, Ledger, Standing
 from stage.attention import RowSegment
 from stage.messages import FrameMessage, Garbled, ReplyMessage
 from stage.model.slice import ModelSlice, RowBatch
-from stage.sampling import AskedRow, NotFinite, SampledRow, check_spec, sample_rows
+from stage.sampling import (
+    AskedRow,
+    History,
+    NotFinite,
+    SampledRow,
+    check_spec,
+    reads_history,
+    sample_rows,
+)
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +203,7 @@ class Stage:
     ) -> tuple[dict[LaneId, list[SampledRow]], list[Refusal]]:
         """The sampled rows by lane; a lane whose logits are not finite is refused and its rows are void."""
         sampled: dict[LaneId, list[SampledRow]] = {segment.lane: [] for segment in taken}
-        asked = [(s, self._asked_row(s, row)) for s in taken for row in s.sampled_rows]
+        asked = [(segment, row) for segment in taken for row in self._asked_rows(segment)]
         if logits is None or not asked:
             return sampled, []
         try:
@@ -218,10 +227,16 @@ class Stage:
         log.error("refused stage=%d lane=%d reason=%s", self.index, segment.lane, detail)
         return Refusal(RefusalCode.BAD_FRAME, self.index, segment.lane, detail)
 
-    def _asked_row(self, segment: Segment, row: int) -> AskedRow:
-        assert segment.sampling is not None
-        history = self.ledger.tokens(segment.lane, row + 1)
-        return AskedRow(history, segment.sampling, segment.prompt_tokens)
+    def _asked_rows(self, segment: Segment) -> Iterator[AskedRow]:
+        spec = segment.sampling
+        if spec is None:
+            return
+        history: History = ()
+        if reads_history(spec):
+            # Once a segment: a context has many rows, and a verify segment samples each of its own.
+            history = np.array(self.ledger.tokens(segment.lane, segment.end), dtype=np.int64)
+        for row in segment.sampled_rows:
+            yield AskedRow(row + 1, spec, history, segment.prompt_tokens)
 
 
 def _unread(garbled: Garbled, index: int) -> FrameMessage:

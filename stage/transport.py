@@ -1,16 +1,20 @@
 """Moves messages between processes: one ZeroMQ PULL socket where a stage listens, PUSH sockets towards it.
 
 Decides addresses and socket options, and nothing about what a message says. A waiting receiver is blocked in the
-kernel, not polling. Links that leave the host are neither encrypted nor authenticated yet: `_socket` is where
-CURVE keys, handed out with the addresses, have to be set. Shared memory or NCCL would be another Inlet and Outlet.
+kernel, not polling. What can be reached from another host is encrypted and takes frames from one known peer only; on
+one host the file system says who may connect. A secret key never leaves the process that made it, nor its memory.
+Shared memory or NCCL would be another Inlet and Outlet.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from zmq.utils import z85
 
 from coordinator.errors import RingLost
 from stage import wire
@@ -19,31 +23,81 @@ from stage.messages import Delivery, FrameMessage, ReplyMessage
 log = logging.getLogger(__name__)
 
 
+# No frame comes near it: a stranger's announcement of more is refused before memory is given to it.
+_LONGEST_PART = 1 << 30
+_ZAP_DOMAIN = b"ring"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a listener is reached, and the public key of whoever listens there; no key: a path of this host."""
+
+    address: str
+    public: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _KeyPair:
+    """Of one link, that is of one process for one start of a ring."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def put_on(self, socket: zmq.Socket[bytes]) -> None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+
 class Link:
     """The sockets of one stage, or of the coordinator. `close` may be called from any thread, and twice."""
 
     def __init__(self) -> None:
         self._context = zmq.Context(io_threads=1)
+        self._made_keys: _KeyPair | None = None
+        self._door: _Door | None = None
 
     def listen(self, where: Path | str) -> Listener:
-        """Binds to a path (one host: ipc) or to an interface's address (tcp, on a free port)."""
+        """Binds to a path (one host: ipc) or to an interface's address (tcp, on a free port, behind a door)."""
         socket = self._socket(zmq.PULL)
         if isinstance(where, Path):
-            address = f"ipc://{where}"
-            socket.bind(address)
-        else:
-            port = socket.bind_to_random_port(f"tcp://{where}")
-            address = f"tcp://{where}:{port}"
-        return Listener(socket, address)
+            socket.bind(f"ipc://{where}")
+            return Listener(socket, Endpoint(f"ipc://{where}"))
+        self._guard(socket)
+        port = socket.bind_to_random_port(f"tcp://{where}")
+        return Listener(socket, Endpoint(f"tcp://{where}:{port}", self._keys.public))
 
-    def connect(self, address: str) -> Sender:
+    def admit(self, public: bytes | None) -> None:
+        """Names the peer whose frames are taken from other hosts. Until then nobody's are."""
+        if self._door is not None:
+            self._door.admitted = public
+
+    def connect(self, to: Endpoint) -> Sender:
         socket = self._socket(zmq.PUSH)
-        socket.connect(address)
+        if to.public is not None:
+            self._keys.put_on(socket)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, to.public)
+        socket.connect(to.address)
         return Sender(socket)
 
     def close(self) -> None:
         """Wakes whoever waits in `receive`; returns when all sockets are closed by those who use them."""
         self._context.term()
+
+    @property
+    def _keys(self) -> _KeyPair:
+        """The same pair for what this link binds and what it connects: it is who we are."""
+        if self._made_keys is None:
+            self._made_keys = _KeyPair(*zmq.curve_keypair())
+        return self._made_keys
+
+    def _guard(self, socket: zmq.Socket[bytes]) -> None:
+        self._door = self._door or _Door(self._context)
+        self._keys.put_on(socket)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        # Without it, frames would be taken from everybody should the door be gone.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, _LONGEST_PART)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -55,12 +109,47 @@ class Link:
         return socket
 
 
+class _Door:
+    """Answers ZeroMQ's question who may connect (RFC 27, ZAP): the one admitted key. Ends with its context.
+
+    pyzmq's own authenticator logs keys and has to be stopped by somebody before the context can be.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.admitted: bytes | None = None
+        self._refused = False
+        self._socket = context.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Before any listener is bound: its peers are asked for here.
+        self._socket.bind("inproc://zeromq.zap.01")
+        threading.Thread(target=self._answer, name="door", daemon=True).start()
+
+    def _answer(self) -> None:
+        try:
+            while True:
+                self._socket.send_multipart(self._verdict(self._socket.recv_multipart()))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close()
+
+    def _verdict(self, question: list[bytes]) -> list[bytes]:
+        version, request, _domain, address, _identity, mechanism, *credentials = question
+        known = self.admitted is not None and credentials == [z85.decode(self.admitted)]
+        if mechanism == b"CURVE" and known:
+            return [version, request, b"200", b"OK", b"", b""]
+        if not self._refused:  # a stranger tries again, many times a second
+            self._refused = True
+            log.warning("refused connections from=%s", address.decode("ascii", "replace"))
+        return [version, request, b"400", b"unknown key", b"", b""]
+
+
 class Listener:
     """An Inlet on a bound socket, used by one thread. `unreadable` counts what had no readable envelope."""
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
         self._socket = socket
-        self.address = address
+        self.endpoint = endpoint
         self.unreadable = 0
 
     def receive(self) -> Delivery | None:
@@ -74,7 +163,7 @@ class Listener:
                 return wire.decode([part.buffer for part in parts])
             except wire.WireError as error:
                 self.unreadable += 1
-                log.warning("dropped a message at=%s reason=%s", self.address, error)
+                log.warning("dropped a message at=%s reason=%s", self.endpoint.address, error)
 
     def close(self) -> None:
         self._socket.close()

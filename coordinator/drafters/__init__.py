@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from coordinator.frames import JobId
 
 
 class Drafter(Protocol):
@@ -13,6 +15,19 @@ class Drafter(Protocol):
 
     def extend(self, tokens: Sequence[int]) -> None: ...
 
-    def draft(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that may follow the context; none where it has no idea."""
+    def draft(self, guess: Sequence[int], limit: int) -> tuple[int, ...] | None:
+        """At most `limit` tokens that may follow the context and, behind it, `guess`: tokens that
+        were drafted and are not confirmed yet. Empty where it has no idea.
+
+        None: it is still thinking. It must then wake whoever made it, once, when it knows; the job
+        sends nothing until then.
+        """
         ...
+
+    def close(self) -> None:
+        """The job has ended; whatever the drafter holds for it is given back."""
+        ...
+
+
+# Makes the drafter of one job. The callback is for drafters that think elsewhere: it may be called from any thread.
+DrafterFactory = Callable[[JobId, Callable[[], object]], Drafter]

@@ -9,5 +9,8 @@ class NoDrafter:
     def extend(self, tokens: Sequence[int]) -> None:
         return None
 
-    def draft(self, limit: int) -> tuple[int, ...]:
+    def draft(self, guess: Sequence[int], limit: int) -> tuple[int, ...]:
         return ()
+
+    def close(self) -> None:
+        return None

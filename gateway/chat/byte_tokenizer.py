@@ -75,8 +75,12 @@ class ByteTokenizer:
         tools: Sequence[Tool] = (),
         template_args: Mapping[str, object] | None = None,
         history: History | None = None,
+        *,
+        with_boundaries: bool = True,
     ) -> RenderedPrompt:
-        return self._renderer.render(messages, tools, template_args or {}, history)
+        return self._renderer.render(
+            messages, tools, template_args or {}, history, with_boundaries=with_boundaries
+        )
 
 
 def _bytes(text: str) -> bytes:

@@ -59,11 +59,11 @@ class Conversation:
 def conversation(
     messages: Sequence[Message], tools: Sequence[Tool], abilities: Abilities
 ) -> Conversation:
-    """Raises InvalidValue("messages" or "tools")."""
+    """Raises InvalidValue of a path that begins with messages or tools."""
     if not messages:
         raise InvalidValue("messages", "there are no messages")
     turned = [_message(i, message, abilities) for i, message in enumerate(messages)]
-    described = tuple(_tool(tool) for tool in tools)
+    described = tuple(_tool(i, tool) for i, tool in enumerate(tools))
     if described and not abilities.tools:
         turned = _with_system_text(turned, tools_text(described))
         described = ()
@@ -75,7 +75,7 @@ def conversation(
 def _message(index: int, message: Message, abilities: Abilities) -> TemplateDict:
     role = _ROLES.get(message.role)
     if role is None:
-        raise InvalidValue("messages", f"message {index} has the unknown role {message.role!r}")
+        raise InvalidValue(f"messages[{index}].role", f"there is no role {message.role!r}")
     if role == "tool" and not abilities.calls:
         text = f"<tool_response>\n{message.content or ''}\n</tool_response>"
         return {"role": "user", "content": text}
@@ -124,22 +124,22 @@ def _call_text(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {_json(call.name)}, "arguments": {written}}}\n</tool_call>'
 
 
-def _tool(tool: Tool) -> TemplateDict:
+def _tool(index: int, tool: Tool) -> TemplateDict:
     function = {
         "name": tool.name,
         "description": tool.description or "",
-        "parameters": _schema(tool),
+        "parameters": _schema(index, tool),
     }
     return {"type": "function", "function": function}
 
 
-def _schema(tool: Tool) -> JsonObject:
+def _schema(index: int, tool: Tool) -> JsonObject:
     given = tool.parameters
     if given is None or given == "":
         return _NO_PARAMETERS
     schema = _parsed(given) if isinstance(given, str) else dict(given)
     if not isinstance(schema, dict):
-        raise InvalidValue("tools", f"the parameters of {tool.name!r} are no JSON object")
+        raise InvalidValue(f"tools[{index}]", f"the parameters of {tool.name!r} are no JSON object")
     return schema or _NO_PARAMETERS
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from coordinator.errors import InvalidValue
 from coordinator.sessions import splice
-from gateway.chat.boundaries import AddedTokens, MessageStarts, token_boundaries
+from gateway.chat.boundaries import AddedTokens, MessageOpeners
 from gateway.chat.conversation import Abilities, TemplateDict, conversation
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Template(Protocol):
 
 
 class ChatRenderer:
-    """One model's template with its tokenizer. Owns what it remembers of earlier renderings; thread-safe."""
+    """One model's template with its tokenizer. Remembers nothing of a turn; thread-safe."""
 
     def __init__(
         self, template: Template, encode: Callable[[str], Sequence[int]], added: AddedTokens
@@ -58,8 +58,11 @@ class ChatRenderer:
         self._template = template
         self._encode = encode
         self._added = added
-        self._starts = MessageStarts()
         self.abilities = probe(template)
+        self._openers = MessageOpeners.learn(self._probed, added)
+
+    def _probed(self, messages: Sequence[TemplateDict], generate: bool) -> str:
+        return _guarded(self._template, messages, (), {}, generate=generate)
 
     def render(
         self,
@@ -67,6 +70,8 @@ class ChatRenderer:
         tools: Sequence[Tool],
         args: Mapping[str, object],
         history: History | None,
+        *,
+        with_boundaries: bool = True,
     ) -> RenderedPrompt:
         """Raises InvalidValue("messages", "tools" or "template_args")."""
         _check_args(args)
@@ -79,8 +84,9 @@ class ChatRenderer:
         ids = splice(history, text, self._encode, self._added.special_ids.__contains__)
         if not ids:
             raise InvalidValue("messages", "the conversation renders to nothing")
-        starts = self._starts.find(text, talk, args, rendered)
-        return RenderedPrompt(text, ids, token_boundaries(text, ids, starts, self._added))
+        if not with_boundaries:
+            return RenderedPrompt(text, ids)
+        return RenderedPrompt(text, ids, self._openers.boundaries(ids, talk.messages, rendered))
 
 
 def _check_args(args: Mapping[str, object]) -> None:

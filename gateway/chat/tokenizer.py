@@ -15,6 +15,7 @@ from gateway.chat.boundaries import AddedTokens
 from gateway.chat.detokenize import ByteDetokenizer, Detokenizer, WindowedDetokenizer
 from gateway.chat.templates import ChatRenderer, RenderedPrompt
 from gateway.chat.vocabulary import token_bytes
+from stage.model.damage import unusable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +61,8 @@ class ChatTokenizer(Protocol):
         tools: Sequence[Tool] = (),
         template_args: Mapping[str, object] | None = None,
         history: History | None = None,
+        *,
+        with_boundaries: bool = True,
     ) -> RenderedPrompt:
         """Raises InvalidValue("messages" | "tools" | "template_args", reason), never anything else."""
         ...
@@ -70,11 +73,12 @@ def load_tokenizer(model_dir: Path) -> ChatTokenizer:
     # Takes seconds to import; `--ring fake` needs none of it.
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ModelUnusable(f"{model_dir} has no tokenizer that can be read: {error}") from error
-    return ModelTokenizer(tokenizer, _stop_ids(model_dir, tokenizer))
+    # Code that comes with a folder is never run; without the flag, transformers would ask on the terminal.
+    with unusable(f"{model_dir.name}: no tokenizer can be made of its files"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(model_dir), local_files_only=True, trust_remote_code=False
+        )
+        return ModelTokenizer(tokenizer, _stop_ids(model_dir, tokenizer))
 
 
 def _stop_ids(model_dir: Path, tokenizer: Any) -> frozenset[int]:
@@ -85,14 +89,17 @@ def _stop_ids(model_dir: Path, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in named if isinstance(token, int))
 
 
-def _eos_in(file: Path) -> Iterator[int]:
+def _eos_in(file: Path) -> Iterator[int | None]:
     try:
         eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except FileNotFoundError:
         return
     except (OSError, ValueError, AttributeError) as error:
         raise ModelUnusable(f"{file} cannot be read: {error}") from error
-    yield from eos if isinstance(eos, list) else [eos]
+    for token in eos if isinstance(eos, list) else [eos]:
+        if token is not None and type(token) is not int:
+            raise ModelUnusable(f"{file}: eos_token_id must be token ids, not {token!r}")
+        yield token
 
 
 class ModelTokenizer:
@@ -170,12 +177,16 @@ class ModelTokenizer:
         tools: Sequence[Tool] = (),
         template_args: Mapping[str, object] | None = None,
         history: History | None = None,
+        *,
+        with_boundaries: bool = True,
     ) -> RenderedPrompt:
         if not self._tokenizer.chat_template:
             raise InvalidValue(
                 "messages", "this model has no chat template; send the prompt as text"
             )
-        return self._renderer.render(messages, tools, template_args or {}, history)
+        return self._renderer.render(
+            messages, tools, template_args or {}, history, with_boundaries=with_boundaries
+        )
 
     def _apply(
         self,

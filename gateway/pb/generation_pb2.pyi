@@ -34,7 +34,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "session_id", "chat", "text", "token_ids", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "reuse", "draft")
+    __slots__ = ("request_id", "model", "session_id", "chat", "text", "token_ids", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "reuse", "draft", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class GenerateRequest(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     session_id: str
@@ -61,7 +62,8 @@ class GenerateRequest(_message.Message):
     ignore_eos: bool
     reuse: bool
     draft: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., session_id: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., reuse: bool = ..., draft: bool = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., session_id: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., reuse: bool = ..., draft: bool = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools", "template_args_json")
@@ -301,7 +303,7 @@ class ListRingsResponse(_message.Message):
     def __init__(self, rings: _Optional[_Iterable[_Union[RingStatus, _Mapping]]] = ...) -> None: ...
 
 class RingStatus(_message.Message):
-    __slots__ = ("name", "ready", "reason", "epoch", "lanes", "busy_lanes", "waiting_jobs", "running_jobs", "sessions")
+    __slots__ = ("name", "ready", "reason", "epoch", "lanes", "busy_lanes", "waiting_jobs", "running_jobs", "sessions", "counts", "draining")
     NAME_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +313,8 @@ class RingStatus(_message.Message):
     WAITING_JOBS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_JOBS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     name: str
     ready: bool
     reason: str
@@ -320,7 +324,53 @@ class RingStatus(_message.Message):
     waiting_jobs: int
     running_jobs: int
     sessions: int
-    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., lanes: _Optional[int] = ..., busy_lanes: _Optional[int] = ..., waiting_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
+    counts: RingCounts
+    draining: bool
+    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., lanes: _Optional[int] = ..., busy_lanes: _Optional[int] = ..., waiting_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ..., sessions: _Optional[int] = ..., counts: _Optional[_Union[RingCounts, _Mapping]] = ..., draining: bool = ...) -> None: ...
+
+class RingCounts(_message.Message):
+    __slots__ = ("frames", "rows", "discarded_frames", "drafted", "accepted", "refusals", "prefilled_rows", "reused_rows", "stage_busy_s")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    rows: int
+    discarded_frames: int
+    drafted: int
+    accepted: int
+    refusals: int
+    prefilled_rows: int
+    reused_rows: int
+    stage_busy_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, frames: _Optional[int] = ..., rows: _Optional[int] = ..., discarded_frames: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., refusals: _Optional[int] = ..., prefilled_rows: _Optional[int] = ..., reused_rows: _Optional[int] = ..., stage_busy_s: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class AddRingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AddRingResponse(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DrainRingRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DrainRingResponse(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: int
+    def __init__(self, jobs: _Optional[int] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -54,6 +54,16 @@ class GenerationServiceStub(object):
                 request_serializer=gateway_dot_pb_dot_generation__pb2.ListRingsRequest.SerializeToString,
                 response_deserializer=gateway_dot_pb_dot_generation__pb2.ListRingsResponse.FromString,
                 _registered_method=True)
+        self.AddRing = channel.unary_unary(
+                '/ringserve.v1.GenerationService/AddRing',
+                request_serializer=gateway_dot_pb_dot_generation__pb2.AddRingRequest.SerializeToString,
+                response_deserializer=gateway_dot_pb_dot_generation__pb2.AddRingResponse.FromString,
+                _registered_method=True)
+        self.DrainRing = channel.unary_unary(
+                '/ringserve.v1.GenerationService/DrainRing',
+                request_serializer=gateway_dot_pb_dot_generation__pb2.DrainRingRequest.SerializeToString,
+                response_deserializer=gateway_dot_pb_dot_generation__pb2.DrainRingResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/ringserve.v1.GenerationService/CloseSession',
                 request_serializer=gateway_dot_pb_dot_generation__pb2.CloseSessionRequest.SerializeToString,
@@ -93,6 +103,20 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddRing(self, request, context):
+        """Starts one more ring of the same model; answers when it takes turns. Cancelling the call ends what it had started.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainRing(self, request, context):
+        """Lets a ring take no more turns. Its sessions move on their next turn; it ends with the last turn that it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
         """Forgets a session and cancels its turns.
         """
@@ -122,6 +146,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ListRings,
                     request_deserializer=gateway_dot_pb_dot_generation__pb2.ListRingsRequest.FromString,
                     response_serializer=gateway_dot_pb_dot_generation__pb2.ListRingsResponse.SerializeToString,
+            ),
+            'AddRing': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddRing,
+                    request_deserializer=gateway_dot_pb_dot_generation__pb2.AddRingRequest.FromString,
+                    response_serializer=gateway_dot_pb_dot_generation__pb2.AddRingResponse.SerializeToString,
+            ),
+            'DrainRing': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainRing,
+                    request_deserializer=gateway_dot_pb_dot_generation__pb2.DrainRingRequest.FromString,
+                    response_serializer=gateway_dot_pb_dot_generation__pb2.DrainRingResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -237,6 +271,60 @@ class GenerationService(object):
             '/ringserve.v1.GenerationService/ListRings',
             gateway_dot_pb_dot_generation__pb2.ListRingsRequest.SerializeToString,
             gateway_dot_pb_dot_generation__pb2.ListRingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddRing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.GenerationService/AddRing',
+            gateway_dot_pb_dot_generation__pb2.AddRingRequest.SerializeToString,
+            gateway_dot_pb_dot_generation__pb2.AddRingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainRing(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.GenerationService/DrainRing',
+            gateway_dot_pb_dot_generation__pb2.DrainRingRequest.SerializeToString,
+            gateway_dot_pb_dot_generation__pb2.DrainRingResponse.FromString,
             options,
             channel_credentials,
             insecure,

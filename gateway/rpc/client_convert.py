@@ -41,6 +41,7 @@ def generate_request(turn: TurnRequest, request_id: str = "") -> pb.GenerateRequ
         ignore_eos=turn.ignore_eos,
         reuse=turn.reuse,
         draft=turn.draft,
+        priority=turn.priority,
     )
     put_prompt(message, turn.prompt)
     return message

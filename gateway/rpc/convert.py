@@ -1,7 +1,7 @@
 """Protobuf messages to typed turns and typed events to protobuf messages, for the server.
 
 Unset and zero are told apart here: only what the client set reaches SamplingSpec. No value is judged except where the
-wire's shape allows what the records cannot hold.
+wire's shape allows what the records cannot hold, and counts, before there are as many records.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from coordinator.counts import RingCounts
 from coordinator.driver import RingStatus
 from coordinator.errors import InvalidValue
 from coordinator.requests import FinishReason, Miss, MissKind, RowLogprobs, SamplingSpec, SessionId
 from coordinator.ring import RingInfo
 from gateway.chat.messages import Message, Tool, ToolCall
+from gateway.limits import (
+    LONGEST_TEMPLATE_ARGS,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    at_most,
+    check_counts,
+)
 from gateway.pb import generation_pb2 as pb
 from gateway.turns import (
     ChatPrompt,
@@ -59,6 +69,10 @@ _SAMPLING_SCALARS = (
 
 def turn_request(message: pb.GenerateRequest, timeout_s: float | None) -> TurnRequest:
     """Raises InvalidValue."""
+    # The counts alone, before objects are made of them; the rest is checked where every front's turns are.
+    at_most("stop", len(message.stop), MAX_STOPS, "strings")
+    at_most("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKENS, "ids")
+    at_most("logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS, "entries")
     return TurnRequest(
         prompt=prompt(message),
         model=message.model,
@@ -72,6 +86,7 @@ def turn_request(message: pb.GenerateRequest, timeout_s: float | None) -> TurnRe
         reuse=_optional(message, "reuse") is not False,
         draft=_optional(message, "draft") is not False,
         timeout_s=timeout_s,
+        priority=message.priority,
     )
 
 
@@ -92,10 +107,14 @@ def prompt(message: pb.GenerateRequest | pb.CountTokensRequest) -> Prompt:
 
 
 def _chat(chat: pb.Chat) -> ChatPrompt:
+    calls = sum(len(message.tool_calls) for message in chat.messages[: MAX_MESSAGES + 1])
+    check_counts(len(chat.messages), len(chat.tools), calls)
+    args = chat.template_args_json
+    at_most("template_args", len(args), LONGEST_TEMPLATE_ARGS, "characters")
     return ChatPrompt(
         messages=tuple(_message(message) for message in chat.messages),
         tools=tuple(_tool(tool) for tool in chat.tools),
-        template_args=_template_args(chat.template_args_json),
+        template_args=_template_args(args),
     )
 
 
@@ -127,9 +146,9 @@ def _template_args(text: str) -> Mapping[str, object]:
     try:
         args = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidValue("template_args_json", "is not JSON") from error
+        raise InvalidValue("template_args", "is not JSON") from error
     if not isinstance(args, dict):
-        raise InvalidValue("template_args_json", "is not a JSON object")
+        raise InvalidValue("template_args", "is not a JSON object")
     return args
 
 
@@ -225,4 +244,20 @@ def ring_status(status: RingStatus) -> pb.RingStatus:
         waiting_jobs=status.waiting_jobs,
         running_jobs=status.running_jobs,
         sessions=status.sessions,
+        counts=_counts(status.counts),
+        draining=status.draining,
+    )
+
+
+def _counts(counts: RingCounts) -> pb.RingCounts:
+    return pb.RingCounts(
+        frames=counts.frames,
+        rows=counts.rows,
+        discarded_frames=counts.discarded_frames,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        refusals=counts.refusals,
+        prefilled_rows=counts.prefilled_rows,
+        reused_rows=counts.reused_rows,
+        stage_busy_s=counts.stage_busy_s,
     )

@@ -43,11 +43,13 @@ class RingHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gener
     async def Watch(self, request: Any, context: Any) -> None:
         told = None
         while True:
+            # Asked before the state: a drain that begins during the write has still to be told.
+            is_last = self._draining.is_set()
             state = self._state(request.service)
             if state != told:
                 await context.write(health_pb2.HealthCheckResponse(status=state))
                 told = state
-            if self._draining.is_set():
+            if is_last:
                 return
             await self._interval()
 

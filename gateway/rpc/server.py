@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from coordinator.errors import InvalidSetting
 from gateway.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+from gateway.rings import RingSet
 from gateway.rpc.health import RingHealth
 from gateway.rpc.interceptors import CallGuard
 from gateway.rpc.servicer import SERVICE_NAME, GenerationServicer
@@ -28,6 +29,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # Without these a client that stops reading lets the server run megabytes ahead of it.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 65536),
+    # A peer that fell silent (a pulled cable) is noticed within a minute; gRPC's default is hours.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     # By default a client that pings during a long prefill is thrown out with "too many pings".
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -43,7 +47,9 @@ def channel_limits(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
 
 
 @asynccontextmanager
-async def serve_grpc(service: GenerationService, settings: GrpcSettings) -> AsyncIterator[str]:
+async def serve_grpc(
+    service: GenerationService, settings: GrpcSettings, rings: RingSet | None = None
+) -> AsyncIterator[str]:
     """Listens and yields the address; on leaving, running turns get `drain_s` to end. Raises InvalidSetting."""
     health = RingHealth(SERVICE_NAME, lambda: any(status.ready for status in service.rings()))
     server = grpc.aio.server(
@@ -51,7 +57,7 @@ async def serve_grpc(service: GenerationService, settings: GrpcSettings) -> Asyn
         options=(*_OPTIONS, *channel_limits(settings.max_message_bytes)),
     )
     add_servicer: Any = add_GenerationServiceServicer_to_server
-    add_servicer(GenerationServicer(service), server)
+    add_servicer(GenerationServicer(service, rings), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if settings.reflection:
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)

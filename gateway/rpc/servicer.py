@@ -6,25 +6,35 @@ cancellation always reaches this coroutine, and with it the job; as an async gen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from coordinator.errors import InvalidValue
+from coordinator.errors import InvalidValue, SetupError
 from coordinator.requests import SessionId
 from gateway.pb import generation_pb2 as pb
 from gateway.pb.generation_pb2_grpc import GenerationServiceServicer
+from gateway.rings import RingSet
 from gateway.rpc import convert
 from gateway.service import GenerationService
+
+T = TypeVar("T")
+
+# Converted in less than a millisecond or so.
+_SMALL_BYTES = 64 * 1024
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
 class GenerationServicer(GenerationServiceServicer):
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, rings: RingSet | None) -> None:
         self._service = service
+        self._rings = rings
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        turn = convert.turn_request(request, timeout_s=context.time_remaining())
+        timeout_s = context.time_remaining()
+        turn = await self._converted(request, partial(convert.turn_request, request, timeout_s))
         # context.cancelled() may still be False while we are being cancelled: only leaving the block is sure.
         async with aclosing(self._service.generate(turn)) as events:
             async for event in events:
@@ -33,9 +43,15 @@ class GenerationServicer(GenerationServiceServicer):
     async def CountTokens(
         self, request: pb.CountTokensRequest, context: Any
     ) -> pb.CountTokensResponse:
-        tokens = await self._service.count_tokens(convert.prompt(request), request.model)
+        prompt = await self._converted(request, partial(convert.prompt, request))
+        tokens = await self._service.count_tokens(prompt, request.model)
         rows = self._service.info().max_rows
         return pb.CountTokensResponse(prompt_tokens=tokens, max_context=rows)
+
+    async def _converted(self, request: Any, convert_it: Callable[[], T]) -> T:
+        """Beside the event loop when it is big: 16 MB of small messages take a while."""
+        small = request.ByteSize() <= _SMALL_BYTES
+        return convert_it() if small else await self._service.off_loop(convert_it)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         return convert.model(self._service.name, self._service.info())
@@ -43,6 +59,17 @@ class GenerationServicer(GenerationServiceServicer):
     async def ListRings(self, request: pb.ListRingsRequest, context: Any) -> pb.ListRingsResponse:
         rings = (convert.ring_status(status) for status in self._service.rings())
         return pb.ListRingsResponse(rings=rings)
+
+    async def AddRing(self, request: pb.AddRingRequest, context: Any) -> pb.AddRingResponse:
+        return pb.AddRingResponse(name=await self._ring_set().add())
+
+    async def DrainRing(self, request: pb.DrainRingRequest, context: Any) -> pb.DrainRingResponse:
+        return pb.DrainRingResponse(jobs=self._ring_set().drain(request.name))
+
+    def _ring_set(self) -> RingSet:
+        if self._rings is None:
+            raise SetupError("the rings of this process are fixed")
+        return self._rings
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Any

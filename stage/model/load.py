@@ -3,14 +3,15 @@
 Decides what is built and which tensors are read: the model is built on the meta device, absent parts
 are replaced by pass-through modules, and only the slice's own tensors are then read from the safetensors
 files, converted by transformers' own rules where a checkpoint names or stacks them differently. May not
-compute anything with the model. Holds that no other layer's bytes are read and nothing stays on meta.
+compute anything with the model, nor run code that comes with it. Holds that no other layer's bytes are read and
+nothing stays on meta.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,13 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from coordinator.errors import ModelUnusable
 from stage.attention import ATTENTION, EXPERTS, Numerics
 from stage.model.activations import steady_activations
+from stage.model.damage import unusable
+from stage.model.footprint import check_layers, layer_of, quantized, read_text_config
 from stage.model.packed import can_pack, pack_linears
 
 log = logging.getLogger(__name__)
@@ -42,6 +46,8 @@ Progress = Callable[[int, int], None]
 _BUILDING = Lock()
 _NORMS = ("norm", "final_layernorm")
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+# Weights of any other type mean nothing without the scales that a quantized checkpoint keeps beside them.
+_PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # These scale rotary frequencies by the longest position in the call, so a row depends on its neighbours.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -85,18 +91,25 @@ class AbsentLayer(nn.Module):
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """The model's text config. Raises ModelUnusable where no slice can be made of such a model."""
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(
-            decoder=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelUnusable(f"{folder}: {error}") from error
-    kinds = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
+    raw = read_text_config(folder)
+    with unusable(f"{folder.name}: config.json cannot be used"):
+        _refuse_own_code(folder, raw)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
     if kinds:
         raise ModelUnusable(
             f"{config.model_type} has layers that are not supported: {', '.join(sorted(kinds))}"
         )
     return config
+
+
+def _refuse_own_code(folder: Path, config: dict[str, Any]) -> None:
+    """Such a model is served only where transformers knows its kind as well, by transformers' code."""
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+        raise ModelUnusable(
+            f"{folder.name} needs code of its own (auto_map in config.json), which is never run"
+        )
 
 
 def load_decoder(
@@ -116,10 +129,15 @@ def load_decoder(
     n_layers = config.num_hidden_layers
     if not 0 <= first < last <= n_layers:
         raise ModelUnusable(f"layers {first} to {last} of a model with {n_layers} layers")
-    model = _build(config, dtype, numerics)
-    _cut(model, first, last)
-    _fill_buffers(model, device)
-    _load_weights(model, _read_index(folder), device, progress)
+    index = _read_index(folder, config)
+    with unusable(f"{folder.name}: no model can be built from config.json"):
+        model = _build(config, dtype, numerics)
+        _cut(model, first, last)
+        _fill_buffers(model, device)
+    with unusable(
+        f"{folder.name}: the weights cannot be loaded", passing=(torch.OutOfMemoryError,)
+    ):
+        _load_weights(model, index, device, progress)
     model.eval().requires_grad_(False)
     left = [name for name, tensor in _named_tensors(model) if tensor.is_meta]
     if left:
@@ -202,19 +220,24 @@ def _check_filled(path: str, module: nn.Module) -> None:
             )
 
 
-def _read_index(folder: Path) -> dict[str, Path]:
+def _read_index(folder: Path, config: PreTrainedConfig) -> dict[str, Path]:
     """The file that holds each tensor, by the tensor's name."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {
-            name: folder / file
-            for name, file in json.loads(index.read_text())["weight_map"].items()
-        }
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ModelUnusable(f"{folder} has no model.safetensors")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+        with unusable(f"{folder.name}: {index.name} does not say which file holds which tensor"):
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {str(name): folder / file for name, file in found.items()}
+    else:
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            raise ModelUnusable(f"{folder} has no model.safetensors")
+        with unusable(f"{folder.name}: {single.name} cannot be read"):
+            with safe_open(single, framework="pt") as file:
+                files = dict.fromkeys(file.keys(), single)
+    layers = {layer for name in files if (layer := layer_of(name)) is not None}
+    predicting = getattr(config, "num_nextn_predict_layers", None) or 0
+    check_layers(layers, config.num_hidden_layers, predicting, folder.name)
+    return files
 
 
 @dataclass(frozen=True)
@@ -245,6 +268,7 @@ def _load_weights(
     for target, loading in pending.items():
         for name, tensors in loading.convert(target, model=model, config=model.config).items():
             _assign(model, name, tensors[0] if isinstance(tensors, list) else tensors, device)
+    _share_tied(model, pending.keys())
 
 
 def _own_sources(
@@ -253,26 +277,35 @@ def _own_sources(
     """The checkpoint's tensors that this slice needs, in the order of their names."""
     wanted = {name: tensor for name, tensor in _named_tensors(model) if name in model.state_dict()}
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    tied: dict[str, str] = (
-        dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
-    )
     found: dict[str, str] = {}
+    tied = _tied(model)
     for name in sorted(index, key=dot_natural_key):
         target, pattern = rename_source_key(
             name, renamings, converters, model.base_model_prefix, wanted
         )
         found[target] = name
-        if target in wanted and target not in tied:
+        # A head of its own is taken even where the config says that it is tied, as transformers does.
+        if target in wanted:
             yield _Source(name, target, pattern)
     for target, source in tied.items():
-        # The tail of a tied model reads the embedding as its head.
-        name_of = (
-            found.get(source)
-            or found.get(f"{model.base_model_prefix}.{source}")
-            or found.get(target)
-        )
-        if target in wanted and name_of is not None:
+        # The tail of a tied model reads the embedding as its head, unless it holds the embedding anyway.
+        name_of = found.get(source) or found.get(f"{model.base_model_prefix}.{source}")
+        if target in wanted and target not in found and source not in wanted and name_of:
             yield _Source(name_of, target, None)
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Which tensors are another one's twin, by their names."""
+    return dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
+
+
+def _share_tied(model: PreTrainedModel, loaded: Collection[str]) -> None:
+    """Where a slice holds both of a pair and the checkpoint one of them, the other one takes no memory."""
+    present = dict(_named_tensors(model))
+    for target, source in _tied(model).items():
+        if target in present and source in present and target not in loaded and source in loaded:
+            path, _, leaf = target.rpartition(".")
+            setattr(model.get_submodule(path), leaf, present[source])
 
 
 class _Reader:
@@ -307,10 +340,8 @@ class _Reader:
     def _file(self, name: str) -> Any:
         path = self._index[name]
         if path not in self._files:
-            try:
+            with unusable(f"{path} cannot be read"):
                 self._files[path] = safe_open(path, framework="pt")
-            except Exception as error:  # safetensors raises its own class, and OSError
-                raise ModelUnusable(f"{path}: {error}") from error
         return self._files[path]
 
 
@@ -336,6 +367,8 @@ def _assign(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.dev
         raise ModelUnusable(
             f"{name} has shape {tuple(tensor.shape)}; the config wants {tuple(meta.shape)}"
         )
+    if meta.is_floating_point() and tensor.dtype not in _PLAIN_FLOATS:
+        raise quantized(f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}")
     # A copy of our own, aligned and resident, rather than a view of the mapped file.
     own = torch.empty(meta.shape, dtype=meta.dtype, device=device).copy_(tensor)
     if leaf in module._buffers:

@@ -26,6 +26,7 @@ from stage.attention import (
     padded_rows,
 )
 from stage.kv.rows import KvRows, LayerShape
+from stage.model.damage import unusable
 from stage.model.load import Progress, SlicedDecoder, load_decoder
 
 
@@ -145,9 +146,12 @@ def load_slice(
     decoder = load_decoder(
         folder, first, last, dtype=dtype, device=device, numerics=numerics, progress=progress
     )
-    rows = KvRows(
-        survey_layers(decoder), lanes=lanes, max_rows=max_rows, dtype=dtype, device=device
-    )
+    with unusable(
+        f"{folder.name}: layers {first} to {last} cannot be called",
+        passing=(torch.OutOfMemoryError,),
+    ):
+        shapes = survey_layers(decoder)
+    rows = KvRows(shapes, lanes=lanes, max_rows=max_rows, dtype=dtype, device=device)
     return ModelSlice(decoder, rows, numerics)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),  # sixteen answers and the reference's eight on two cores
+    pytest.mark.timeout(600),  # sixteen answers and the reference's eight on two cores
 ]
 
 _TOKENS = 64

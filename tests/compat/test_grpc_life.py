@@ -227,6 +227,7 @@ async def test_the_terminal_client_holds_a_conversation(site: Sites) -> None:
     assert len(cached) == 2
     assert int(cached[0]) == 0 < int(cached[1])
     assert said.count(b"tokens/s]") == 2
+    assert b"> " not in said  # nobody sees a prompt on a pipe
 
 
 async def test_a_drain_lets_a_running_turn_end(site: Sites) -> None:

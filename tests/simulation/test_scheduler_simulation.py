@@ -2,71 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from coordinator.config import SchedulerSettings
-from coordinator.errors import StageLost
-from coordinator.frames import JobId
-from fakering.faults import (
-    CorruptRow,
-    Delay,
-    Drop,
-    Duplicate,
-    FaultScript,
-    Refuse,
-    Reorder,
-    Restart,
-    Stall,
-    random_script,
-)
+from coordinator.frames import JobId, LaneId
+from coordinator.lanes import LaneTable
+from fakering.faults import CorruptRow, Drop, FaultScript, Restart
+from fakering.fuzz import run_case
 from fakering.model import FakeModel
-from fakering.simulation import PlannedJob, Simulation, SimulationFailed, random_plan
+from fakering.simulation import PlannedJob, Simulation, SimulationFailed
 
 _MODEL = FakeModel(vocab_size=60, seed=3, quoting=0.5, end_token=59, end_one_in=40)
 _SETTINGS = SchedulerSettings(
     frame_rows=24, chunk_rows=10, min_chunk_rows=3, min_copy_rows=3, reply_timeout_s=5.0
 )
-# All but the loss of a stage: a ring that is not rebuilt fails its jobs, and is tested apart.
-_SURVIVED = (Delay, Drop, Duplicate, Reorder, Restart, CorruptRow, Refuse, Stall)
 
 
-def _simulation(seed: int, faults: FaultScript = (), stages: int = 2) -> Simulation:
-    return Simulation(
-        random_plan(seed, jobs=8, vocab_size=59),
-        _MODEL,
-        stages=stages,
-        max_rows=160,
-        exact=seed % 4 != 0,  # else prompts are cut by the cut plan
-        settings=_SETTINGS,
-        faults=faults,
-        end_tokens=frozenset({59}),
-    )
+@pytest.mark.parametrize("block", range(20))
+def test_whole_runs_of_random_turns_and_faults_never_change_a_token(block: int) -> None:
+    """2,000 seeds of fakering/fuzz.py; `make fuzz` runs others for as long as it is told."""
+    runs = [run_case(seed) for seed in range(block * 100, block * 100 + 100)]
+    counts = [run.scheduler.counts for run in runs]
+    # What would make the verdict hollow: nothing reused, nothing speculated, nothing refused.
+    assert sum(count.reused_rows for count in counts) > 0
+    assert sum(count.accepted for count in counts) > 0
+    assert sum(count.discarded_frames for count in counts) > 0
+    assert sum(run.refusals for run in runs) > 0
+    assert sum(run.epochs for run in runs) > 0
+    finished = sum(job.finished is not None for run in runs for job in run.jobs.values())
+    assert finished > 300
 
 
-@pytest.mark.parametrize("block", range(10))
-def test_random_turns_without_faults(block: int) -> None:
-    for seed in range(block * 10, block * 10 + 10):
-        simulation = _simulation(seed, stages=1 + seed % 3)
-        try:
-            simulation.run()
-        except SimulationFailed as failed:
-            raise AssertionError(f"seed {seed}") from failed
-        assert simulation.epochs == 0
-        assert any(job.finished for job in simulation.jobs.values())
+def test_the_fuzzer_finds_a_fault_that_was_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token too many is trusted in each reused prefix: an off-by-one of the worst kind."""
+    right = LaneTable._depth
 
+    def wrong(self: LaneTable, lane: LaneId, prompt: Sequence[int]) -> int:
+        depth = right(self, lane, prompt)
+        return depth + 1 if 0 < depth < len(prompt) - 1 else depth
 
-@pytest.mark.parametrize("block", range(10))
-def test_faults_cost_time_and_never_a_token(block: int) -> None:
-    for seed in range(block * 20, block * 20 + 20):
-        stages = 1 + seed % 3
-        faults = random_script(seed, stages, frames=40, kinds=_SURVIVED, longest_s=8.0)
-        simulation = _simulation(seed, faults, stages)
-        try:
-            simulation.run()
-        except SimulationFailed as failed:
-            raise AssertionError(f"seed {seed}, faults {faults}") from failed
-        failures = [job.error for job in simulation.jobs.values() if job.error is not None]
-        assert not any(isinstance(error, StageLost) for error in failures), (seed, faults)
+    monkeypatch.setattr(LaneTable, "_depth", wrong)
+    with pytest.raises(SimulationFailed, match="seed"):
+        all(run_case(seed) for seed in range(50))
 
 
 def _two_turns(faults: FaultScript = ()) -> Simulation:

@@ -18,11 +18,20 @@ from coordinator.errors import (
     RingUnavailable,
     StageLost,
 )
-from coordinator.requests import Finished, Request, SessionId, Started, TokenDelta
+from coordinator.requests import (
+    Finished,
+    FinishReason,
+    Miss,
+    MissKind,
+    Request,
+    SessionId,
+    Started,
+    TokenDelta,
+)
 from coordinator.router import Router
 from coordinator.streams import JobStream
 from fakering.clock import VirtualClock
-from fakering.faults import Fault, Lose, Stall
+from fakering.faults import Fault, Lose, Restart, Stall
 from fakering.ring import FakeRing
 
 _PROMPT = tuple(range(1, 40))
@@ -76,6 +85,34 @@ async def test_a_slow_reader_gets_merged_deltas_and_every_token() -> None:
     assert [type(event) for event in events] == [Started, TokenDelta, Finished]
     assert isinstance(events[1], TokenDelta)
     assert events[1].tokens == _oracle(_PROMPT, 30)
+
+
+async def test_a_caller_that_has_enough_ends_the_job_and_gets_its_usage() -> None:
+    clock = VirtualClock()
+    async with _driver(clock) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=99, session=SessionId("x")))
+        tokens = 0
+        while tokens < 5:
+            event = await clock.drive(anext(stream))
+            tokens += len(event.tokens) if isinstance(event, TokenDelta) else 0
+        finished = stream.finish_now()
+        assert finished == stream.finish_now()
+        assert [event async for event in stream] == []
+        assert finished.reason is FinishReason.STOP
+        assert finished.usage.generated_tokens == tokens
+        assert finished.timings.prefill_s > 0
+        assert driver.status().busy_lanes == 0
+
+
+async def test_rows_lost_behind_our_back_are_a_miss_with_a_reason() -> None:
+    clock = VirtualClock()
+    async with _driver(clock, Restart(stage=1, nth=4)) as driver:
+        turn = Request(_PROMPT, max_new_tokens=3, session=SessionId("x"), draft=False)
+        await clock.drive(_read(driver.submit(turn)))
+        longer = Request((*_PROMPT, 1, 2, 3), max_new_tokens=3, session=SessionId("x"))
+        started = await clock.drive(anext(driver.submit(longer)))
+        assert isinstance(started, Started)
+        assert (started.cached_prefix, started.miss) == (0, Miss(MissKind.RING_LOST))
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, 0.15, 1.0])

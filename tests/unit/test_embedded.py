@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -224,6 +226,58 @@ def test_the_model_is_fetched_once(shop: Shop, tmp_path: Path) -> None:
     (folder,) = folders
     assert shop.fetched == 1
     assert AutoTokenizer.from_pretrained(folder)("ab").input_ids
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        _empty,
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: (folder / "config.json").write_text('{"model_type": '),
+        lambda folder: (folder / "chat_template.jinja").write_text(""),
+        lambda folder: os.truncate(folder / "model.safetensors", 3000),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_built_again(
+    shop: Shop, tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
+    cache = tmp_path / "cache"
+    folder = ensure_embedded_model(model=shop.model, fetch=shop.fetch, cache=cache)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    harm(folder)
+    assert ensure_embedded_model(model=shop.model, fetch=shop.fetch, cache=cache) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert shop.fetched == 2
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
+
+
+@pytest.mark.parametrize(
+    "name", ["cache", "cache/models", "cache/models/{}", "cache/models/{}/tiny"]
+)
+def test_a_cache_that_cannot_be_used_is_told_in_one_line(
+    shop: Shop, tmp_path: Path, name: str
+) -> None:
+    in_the_way = tmp_path / name.format(shop.model.folder.parent)
+    in_the_way.parent.mkdir(parents=True, exist_ok=True)
+    in_the_way.write_text("a file where a folder should be")
+    with pytest.raises(ModelUnusable, match="cache of models cannot be used") as caught:
+        ensure_embedded_model(model=shop.model, fetch=shop.fetch, cache=tmp_path / "cache")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_damaged_gguf_is_refused_in_one_line(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    for size in (0, 4, 20, 300, 3000, len(whole) - 100):
+        (tmp_path / "tiny.gguf").write_bytes(whole[:size])
+        with pytest.raises(ModelUnusable) as caught:
+            convert_gguf(tmp_path / "tiny.gguf", tmp_path, lambda what, share: None)
+        assert len(str(caught.value).splitlines()) == 1
 
 
 def test_progress_goes_up_to_the_end(shop: Shop, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from fakering.faults import (
 )
 from fakering.hand import Hand
 from fakering.model import FakeModel
-from fakering.network import Network, Pace
+from fakering.network import Network, Pace, check_sizes
 from fakering.ring import FakeRing
 
 VOCAB = 97
@@ -345,3 +345,38 @@ async def test_the_virtual_clock_runs_timers_in_order_and_tells_of_a_deadlock() 
     assert (ran[1:], clock.now()) == ([("b", 2.0)], 2.0)
     with pytest.raises(BrokenInvariant, match="no timer"):
         await clock.drive(asyncio.Event().wait())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "setting"),
+    [
+        ((99_999_999, 4, 4096), "stages"),
+        ((2, 10**9, 4096), "lanes"),
+        ((2, 4, 10**14), "max_rows"),
+        ((900, 4, 32_768), "max_rows"),
+        ((1000, 60_000, 2), "lanes"),  # lanes take memory beside their rows
+        ((0, 4, 64), "stages"),
+        ((2, -1, 64), "lanes"),
+    ],
+)
+def test_sizes_that_no_memory_holds_are_refused_before_any_is_taken(
+    sizes: tuple[int, int, int], setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: object) -> None:
+        raise AssertionError("rows were allocated")
+
+    monkeypatch.setattr("fakering.network.FakeStage", allocate)
+    for make in (
+        lambda: Network(*sizes, MODEL),
+        lambda: FakeRing(*sizes, vocab_size=VOCAB),
+        lambda: check_sizes(*sizes),
+    ):
+        with pytest.raises(InvalidSetting) as caught:
+            make()
+        assert caught.value.setting == setting
+
+
+def test_many_small_rings_are_counted_together() -> None:
+    check_sizes(2, 4, 4096, rings=1)
+    with pytest.raises(InvalidSetting, match="too many to pretend"):
+        check_sizes(2, 4, 4096, rings=10_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -22,9 +23,12 @@ from coordinator.ring import StageProgress
 from gateway.cli import app
 from gateway.client import Client
 from gateway.models import find_model
+from gateway.plan_view import _limited
 from gateway.progress import LineBoard, open_board
 from gateway.settings import GrpcSettings, RingKind, ServeSettings
 from gateway.turns import TextPrompt, TurnRequest
+from stage.model.footprint import Footprint
+from stage.plan import plan_footprint
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -49,6 +53,9 @@ def ringserve(*arguments: str, **environment: str) -> tuple[int, str]:
         ("serve", "fake", "--ring", "fake", "--host", "0.0.0.0"),
         ("serve", "fake", "--ring", "square"),
         ("serve", "fake", "--no-such-flag"),
+        ("chat", "--address", "x", "--max-tokens", "0"),
+        ("chat", "--address", "x", "--temperature", "nan"),
+        ("chat", "--address", "x", "--seed", "-1"),
         ("serve",),
     ],
 )
@@ -59,9 +66,12 @@ def test_an_impossible_flag_is_bad_usage(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_model_that_is_not_there_is_one_clear_line() -> None:
-    for command in ("serve", "plan"):
-        code, output = ringserve(command, "/no/such/model")
-        assert (code, output) == (1, "error: there is no folder /no/such/model\n")
+    for command in (("serve",), ("plan",), ("demo", "--model")):
+        code, output = ringserve(*command, "/no/such/model")
+        assert code == 1
+        assert output == (
+            "error: there is no model '/no/such/model': no such folder; smollm2 is built in\n"
+        )
 
 
 def test_a_flag_has_a_name_in_the_environment_and_the_flag_wins() -> None:
@@ -116,7 +126,10 @@ def test_a_hub_id_that_is_not_cached_fails_in_one_line_when_offline(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelUnusable) as refused:
         find_model("nobody/no-such-model", lambda _: None)
-    assert "\n" not in str(refused.value)
+    said = str(refused.value)
+    assert said.startswith("there is no model 'nobody/no-such-model': no such folder, and the hub")
+    assert said.endswith("; smollm2 is built in")
+    assert "\n" not in said
 
 
 def test_lines_of_progress_are_few_and_tell_each_stage() -> None:
@@ -128,7 +141,7 @@ def test_lines_of_progress_are_few_and_tell_each_stage() -> None:
         sink(StageProgress(stage, 100 * 2**20, 100 * 2**20, "warm-up"))
     assert len(lines) == 2 * 6
     assert lines[0] == "ring-0 stage 0 weights 0 of 100 MiB"
-    assert lines[-1] == "ring-0 stage 1 warm-up 100 of 100 MiB"
+    assert lines[-2:] == ["ring-0 stage 1 weights 100 of 100 MiB", "ring-0 stage 1 warm-up"]
 
 
 def test_a_terminal_gets_bars_and_a_pipe_gets_lines() -> None:
@@ -174,7 +187,7 @@ async def test_a_signal_drains_and_ends_well(number: signal.Signals) -> None:
     assert "3 lanes x 4096 rows" in ready
     assert "numerics exact" in ready
     assert (process.returncode, rest) == (0, b"")
-    assert b"draining" in errors
+    assert b"draining: no turn is running; Ctrl-C again stops at once\nstopped\n" in errors
     assert b"Traceback" not in errors
 
 
@@ -190,10 +203,71 @@ async def test_a_second_signal_stops_a_drain_at_once() -> None:
         assert process.stderr is not None
         while b"draining" not in (line := await process.stderr.readline()):
             assert line
+        assert b"draining: 1 turn is running" in line
         process.send_signal(signal.SIGINT)
         errors = await process.stderr.read()
         assert await process.wait() == 130
+    assert errors == b"interrupted\n"
+
+
+async def _loading(launch: str) -> asyncio.subprocess.Process:
+    """A server whose model does not come; it prints a line when it has begun to wait."""
+    script = (
+        "import asyncio, threading, gateway.serve as serve\n"
+        "from contextlib import asynccontextmanager\n"
+        "from gateway.settings import RingKind, ServeSettings\n"
+        "@asynccontextmanager\n"
+        "async def launch(settings, board):\n"
+        f"    {launch}\n"
+        "    yield\n"
+        "serve.launch = launch\n"
+        "settings = ServeSettings('m', ring=RingKind.FAKE)\n"
+        "raise SystemExit(serve.serve_until_interrupted(settings))\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    return process
+
+
+async def test_a_signal_while_loading_says_interrupted() -> None:
+    process = await _loading("print('loading', flush=True); await asyncio.Event().wait()")
+    process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(20):
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (130, b"interrupted\n")
+
+
+async def test_a_second_signal_does_not_wait_for_a_thread_that_loads() -> None:
+    process = await _loading(
+        "await asyncio.to_thread(lambda: (print('loading', flush=True), threading.Event().wait()))"
+    )
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(20):
+        _, errors = await process.communicate()
+    assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+def test_a_server_that_is_not_there_is_one_clear_line_in_chat() -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = "{}:{}".format(*taken.getsockname())
+        code, output = ringserve("chat", "--address", address)
+    assert code == 1
+    assert output.startswith(f"cannot reach {address}: ")
+    assert output.count("\n") == 1
+
+
+def test_a_plan_says_whose_limit_it_is() -> None:
+    model = Footprint("m", "float32", (2**20,), (1024,), 0, 0, 0, False, 64, 64, 64, 8192)
+    plan = plan_footprint(model, 1, 1, None, (2**34,))
+    tight = plan_footprint(model, 1, 1, None, (400 * 2**20,))
+    assert _limited(plan.rows_that_fit, plan) == "8192 (the model's limit)"
+    assert "the memory's limit" in _limited(tight.rows_that_fit, tight)
 
 
 def test_settings_refuse_what_cannot_be() -> None:

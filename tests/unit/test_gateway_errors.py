@@ -8,6 +8,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from coordinator import errors
 from gateway.errors import ERROR_TABLE, grpc_status, is_internal, wire_error
+from gateway.pb import generation_pb2 as pb
 
 CLIENT_ERRORS = [
     (errors.InvalidValue("top_p", "is too large"), "INVALID_ARGUMENT", 400),
@@ -19,6 +20,9 @@ CLIENT_ERRORS = [
     (errors.Cancelled(), "CANCELLED", None),
     (errors.DeadlineExceeded(), "DEADLINE_EXCEEDED", 504),
     (errors.StageLost("gone"), "ABORTED", 500),
+    (errors.ClusterTooSmall(wanted="4 GPU", available="2 GPU"), "RESOURCE_EXHAUSTED", 503),
+    (errors.ModelDoesNotFit("needs more"), "RESOURCE_EXHAUSTED", 503),
+    (errors.ModelUnusable("no such file"), "FAILED_PRECONDITION", 503),
 ]
 
 
@@ -61,7 +65,7 @@ def test_a_busy_error_says_when_to_come_back() -> None:
 def test_a_bad_value_names_its_field() -> None:
     found = details(grpc_status(errors.InvalidValue("top_p", "is too large")))
     (violation,) = found["BadRequest"].field_violations
-    assert (violation.field, violation.description) == ("top_p", "is too large")
+    assert (violation.field, violation.description) == ("sampling.top_p", "is too large")
 
 
 def test_an_overlong_context_tells_both_lengths() -> None:
@@ -88,3 +92,26 @@ def test_what_is_our_own_fault_is_not_told(error: Exception) -> None:
     assert is_internal(error)
     assert (status.code, status.details) == (grpc.StatusCode.INTERNAL, "internal error")
     assert b"secret" not in status.trailing_metadata[0][1]
+
+
+@pytest.mark.parametrize(
+    ("field", "path"),
+    [
+        ("messages", "chat.messages"),
+        ("messages[3].role", "chat.messages[3].role"),
+        ("tools[0]", "chat.tools[0]"),
+        ("template_args", "chat.template_args_json"),
+        ("token_ids", "token_ids.ids"),
+        ("max_new_tokens", "max_tokens"),
+        ("seed", "sampling.seed"),
+        ("stop", "stop"),
+    ],
+)
+def test_a_field_is_told_as_a_path_that_the_request_has(field: str, path: str) -> None:
+    found = details(grpc_status(errors.InvalidValue(field, "is wrong")))
+    (violation,) = found["BadRequest"].field_violations
+    assert violation.field == found["ErrorInfo"].metadata["field"] == path
+    message = pb.GenerateRequest.DESCRIPTOR
+    for name in path.replace("[", ".").split("."):
+        if not name.rstrip("]").isdigit():
+            message = message.fields_by_name[name].message_type or message

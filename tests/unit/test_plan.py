@@ -18,7 +18,7 @@ from coordinator.errors import InvalidSetting, ModelDoesNotFit, ModelUnusable
 from stage.host_memory import available_bytes
 from stage.kv.rows import BLOCK_ROWS, LayerShape, rows_nbytes
 from stage.kv.rows import SCRATCH_ROWS as KV_SCRATCH_ROWS
-from stage.model.footprint import Footprint, read_footprint
+from stage.model.footprint import DTYPE_BYTES, Footprint, read_footprint
 from stage.plan import ROW_STEP, SCRATCH_ROWS, Plan, balance, plan, plan_footprint
 
 GIB = 2**30
@@ -83,9 +83,18 @@ def test_a_tied_head_is_counted_on_the_first_stage_and_on_the_tail(tmp_path: Pat
     assert [stage.weight_bytes for stage in ring.stages] == [layers + 6400, layers + 6400 + 64]
 
 
-def test_a_single_stage_holds_a_tied_head_once(tmp_path: Path) -> None:
-    ring = plan(write_model(tmp_path, head=False), 1, 1, 512, "float32", (PLENTY,))
-    assert ring.stages[0].weight_bytes == 4 * (32 * 16 * 4 + 10) + 6400 + 64
+@pytest.mark.parametrize(
+    ("device", "dtype", "copies"),
+    [("cpu", "float32", 2), ("cpu", "float16", 1), ("cuda", "float32", 1)],
+)
+def test_a_single_stage_holds_a_tied_head_twice_where_matrices_are_laid_out_anew(
+    tmp_path: Path, device: str, dtype: str, copies: int
+) -> None:
+    folder = write_model(tmp_path, head=False)
+    ring = plan(folder, 1, 1, 512, dtype, (PLENTY,), device=device)
+    size = DTYPE_BYTES[dtype]
+    layers = 4 * (32 * 16 * size + 10)
+    assert ring.stages[0].weight_bytes == layers + copies * 1600 * size + 16 * size
 
 
 @pytest.mark.parametrize("rows", [1, 512, 513, 2048])

@@ -22,11 +22,11 @@ LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, 1.5, -2.0, -3.
 
 
 def _row(spec: SamplingSpec, history: tuple[int, ...] = (0,), prompt_tokens: int = 1) -> AskedRow:
-    return AskedRow(history, spec, prompt_tokens)
+    return AskedRow(len(history), spec, history, prompt_tokens)
 
 
 def _at(position: int, spec: SamplingSpec) -> AskedRow:
-    return AskedRow(range(position), spec, position)
+    return AskedRow(position, spec, range(position), position)
 
 
 def _token(logits: torch.Tensor, row: AskedRow) -> int:
@@ -214,14 +214,45 @@ def test_penalties_and_bias_give_what_a_naive_loop_gives(
         frequency_penalty=frequency,
         logit_bias=tuple(bias),
     )
-    token = _token(LOGITS, AskedRow(history, spec, prompt))
+    token = _token(LOGITS, _row(spec, tuple(history), prompt))
     assert expected[token] == pytest.approx(max(expected), abs=1e-9)
 
 
 def test_presence_and_frequency_count_generated_tokens_only() -> None:
     spec = SamplingSpec(temperature=0.0, presence_penalty=1.0)
-    assert _token(LOGITS, AskedRow((0, 0), spec, prompt_tokens=2)) == 0
-    assert _token(LOGITS, AskedRow((0, 0), spec, prompt_tokens=1)) == 1
+    assert _token(LOGITS, _row(spec, (0, 0), prompt_tokens=2)) == 0
+    assert _token(LOGITS, _row(spec, (0, 0), prompt_tokens=1)) == 1
+
+
+def test_a_history_longer_than_the_position_is_read_up_to_it_only() -> None:
+    spec = SamplingSpec(temperature=0.0, presence_penalty=1.0, repetition_penalty=1.5)
+    for end in range(1, 6):
+        history = np.array([3, 0, 0, 1, 2, 0], dtype=np.int64)
+        exact = _token(LOGITS, AskedRow(end, spec, history[:end], 1))
+        assert _token(LOGITS, AskedRow(end, spec, history, 1)) == exact
+
+
+def test_only_a_spec_with_penalties_needs_a_history() -> None:
+    for spec in (GREEDY, SamplingSpec(logit_bias=((3, 1.0),), logprobs=2, top_k=3)):
+        assert _token(LOGITS, AskedRow(7, spec)) == _token(LOGITS, _at(7, spec))
+    with pytest.raises(BrokenInvariant, match="history of 0"):
+        AskedRow(7, SamplingSpec(frequency_penalty=0.1))
+
+
+def test_a_bias_is_read_once_for_all_rows_of_a_call() -> None:
+    class Entries(tuple):  # counts how often a spec's bias is walked through
+        walks = 0
+
+        def __iter__(self):
+            Entries.walks += 1
+            return super().__iter__()
+
+    spec = SamplingSpec(logit_bias=Entries((token, 0.5) for token in range(VOCAB)))
+    Entries.walks = 0
+    sample_rows(LOGITS.expand(1, -1), [_at(1, spec)])
+    of_one_row, Entries.walks = Entries.walks, 0
+    sample_rows(LOGITS.expand(50, -1), [_at(position, spec) for position in range(1, 51)])
+    assert 0 < Entries.walks == of_one_row
 
 
 def test_logprobs_are_of_the_raw_logits_before_penalties_temperature_and_truncation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.config import SchedulerSettings
+from coordinator.drafters.ngram import NgramDrafter
 from coordinator.errors import (
     BrokenInvariant,
     Cancelled,
@@ -28,6 +29,7 @@ from coordinator.events import (
     Submitted,
 )
 from coordinator.frames import (
+    CopyRows,
     Epoch,
     Frame,
     JobId,
@@ -56,7 +58,7 @@ def _scheduler(lanes: int = 2, max_rows: int = 32) -> Scheduler:
 
 def _submit(scheduler: Scheduler, job: int, *prompt: int, max_new: int = 4) -> list[Action]:
     request = Request(prompt, max_new_tokens=max_new, stop_tokens=frozenset({49}))
-    return scheduler.on(Submitted(JobId(job), request, 0.0))
+    return scheduler.on(Submitted(JobId(job), request, NgramDrafter(), 0.0))
 
 
 def _frames(actions: list[Action]) -> list[Frame]:
@@ -217,3 +219,27 @@ def test_a_lost_ring_fails_running_and_waiting_jobs() -> None:
     actions = scheduler.on(RingDown("stage 1: died", 1.0))
     assert [action.job for action in actions if isinstance(action, Fail)] == [1, 2]
     assert (scheduler.running, scheduler.waiting, scheduler.down) == (0, 0, "stage 1: died")
+
+
+def _shared(*own: int) -> tuple[int, ...]:
+    return (*range(1, 21), *own)
+
+
+def test_a_newcomer_waits_for_rows_that_another_job_is_prefilling_and_copies_them() -> None:
+    settings = SchedulerSettings(frame_rows=8, chunk_rows=4, min_chunk_rows=2, min_copy_rows=4)
+    info = describe("fake", FakeModel(vocab_size=50), 2, 3, 64)
+    scheduler = Scheduler("ring-0", info, settings)
+    actions = _submit(scheduler, 1, *_shared(30, 31))
+    actions += _submit(scheduler, 2, *_shared(40, 41))
+    actions += _submit(scheduler, 3, 45, 46)  # shares nothing, so it does not wait
+    frames: list[Frame] = []
+    while frames or _frames(actions):
+        frames += _frames(actions)
+        actions = scheduler.on(_reply(frames.pop(0), *([49] * 8)))
+        for frame in _frames(actions):
+            for op in frame.ops:
+                if isinstance(op, CopyRows):
+                    assert op.rows == len(_shared())
+                    assert scheduler.counts.prefilled_rows < 2 * len(_shared())
+                    return
+    raise AssertionError("the shared rows were prefilled twice")

@@ -65,3 +65,28 @@ def test_the_session_used_longest_ago_is_forgotten_first() -> None:
     assert table.history(one) == History("x", (1,))
     assert table.forget(one)
     assert not table.forget(one)
+
+
+def test_histories_are_bounded_in_bytes_and_the_oldest_go_first() -> None:
+    one, two = SessionId("1"), SessionId("2")
+    history = History("x" * 1000, (1,) * 1000)  # some 9 kB
+    table = SessionTable(limit=9, history_bytes=20_000)
+    table.pin(one, "ring0")
+    for session in (one, two, one, one):
+        table.remember(session, history)
+    assert table.history(two) == table.history(one) == history
+    table.remember(SessionId("3"), history)
+    assert table.history(two) is None
+    assert table.history(one) == history
+    assert two in table
+    table.forget(one)
+    table.remember(two, history)
+    assert table.history(SessionId("3")) == table.history(two) == history
+
+
+def test_a_history_beyond_all_bounds_is_not_kept() -> None:
+    table = SessionTable(limit=1, history_bytes=100)
+    for session in (SessionId("1"), SessionId("2")):
+        table.remember(session, History("x", (1,) * 100))
+        assert table.history(session) is None
+        assert len(table) == 1

@@ -24,7 +24,7 @@ from coordinator.frames import (
     SegmentKind,
     Seq,
 )
-from coordinator.ledger import digest_of
+from coordinator.ledger import Ledger, digest_of
 from coordinator.requests import GREEDY, SamplingSpec
 from stage.build import build_stage
 from stage.config import RingConfig
@@ -306,6 +306,26 @@ def test_logits_that_are_not_finite_refuse_their_lane_only(chain: Chain) -> None
     assert LaneRows(LaneId(0), len(PROMPT)) in reply.lanes
     healed = chain.served((opening(0),), (prefill(0, PROMPT),))
     assert healed.segments[0].tokens == chain.alone(PROMPT)
+
+
+@pytest.mark.parametrize(("penalty", "reads"), [(0.0, 0), (0.5, 1)])
+def test_a_context_is_read_once_a_segment_and_only_for_penalties(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, penalty: float, reads: int
+) -> None:
+    ledger = chain.stages[1].ledger
+    ends: list[int | None] = []
+
+    def tokens(lane: LaneId, end: int | None = None) -> tuple[int, ...]:
+        ends.append(end)
+        return Ledger.tokens(ledger, lane, end)
+
+    chain.served((opening(0),), (prefill(0, PROMPT),))
+    monkeypatch.setattr(ledger, "tokens", tokens)
+    segment = verify(0, (7, 8, 9, 10), len(PROMPT))
+    spec = replace(GREEDY, presence_penalty=penalty)
+    reply = chain.served((), (replace(segment, sampling=spec),))
+    assert len(reply.segments[0].tokens) == 4
+    assert ends == [len(PROMPT) + 4] * reads
 
 
 @pytest.mark.parametrize("by_copy", [False, True])

@@ -46,10 +46,10 @@ FORGETFUL = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content if loop.last else m.content[:3] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# As long as the shorter conversation, letter for letter, and yet another text.
-SHOUTING = FORGETFUL.replace(
-    "m.content if loop.last else m.content[:3]", "m.content | upper if loop.last else m.content"
-)
+# No special token stands where an answer begins.
+INSTRUCT = """{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}
+{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}"""
 NO_SYSTEM = (
     "{{ raise_exception('no system') if messages[0].role == 'system' }}"
     + FORGETFUL.replace(" if loop.last else m.content[:3]", "")
@@ -134,8 +134,7 @@ def test_boundaries_are_where_each_message_and_the_answer_begin(
 ) -> None:
     prompt = _render(templates.renderer(template), [SYSTEM, ASK, Message("assistant", "x"), ASK])
     starts = [i for i, token in enumerate(prompt.token_ids) if smollm2.is_special(token)][::2]
-    # STRICT refuses a system message alone, so nobody can say where the second message begins.
-    assert prompt.boundaries == tuple(starts if template == NATIVE else [0, *starts[2:]])
+    assert prompt.boundaries == tuple(starts)
 
 
 @pytest.mark.parametrize("template", [NATIVE, STRICT, FORGETFUL])
@@ -155,40 +154,40 @@ def test_boundaries_of_a_longer_conversation_begin_with_those_of_a_shorter_one(
         assert template == FORGETFUL or len(kept) > 1
 
 
-def test_a_template_that_words_older_messages_anew_has_no_boundary_there(
-    templates: Templates, smollm2: ChatTokenizer
+def test_what_a_template_puts_in_front_belongs_to_the_first_message(
+    smollm2: ChatTokenizer,
 ) -> None:
-    long = Message("user", "a long question")
-    prompt = _render(templates.renderer(FORGETFUL), [long, Message("assistant", "x"), long])
+    prompt = smollm2.render([ASK, Message("assistant", "x"), ASK])  # and a system prompt of its own
     starts = [i for i, token in enumerate(prompt.token_ids) if smollm2.is_special(token)][::2]
     assert prompt.boundaries == (0, *starts[2:])
+    quoting = smollm2.render([Message("user", "<|im_start|>"), Message("assistant", "x"), ASK])
+    assert len(quoting.boundaries) == len(prompt.boundaries)
 
 
-def test_a_shorter_conversation_of_equal_length_but_other_letters_marks_no_boundary(
+def test_a_message_that_no_special_token_begins_has_no_boundary(
     templates: Templates, smollm2: ChatTokenizer
 ) -> None:
-    prompt = _render(templates.renderer(SHOUTING), [ASK, Message("assistant", "x"), ASK])
-    answer = [i for i, token in enumerate(prompt.token_ids) if smollm2.is_special(token)][-1]
-    assert prompt.boundaries == (0, answer)
+    talk = [ASK, Message("assistant", "x"), ASK, Message("assistant", "y"), ASK]
+    prompt = _render(templates.renderer(INSTRUCT), talk)
+    opener = prompt.token_ids[0]
+    starts = [i for i, token in enumerate(prompt.token_ids) if token == opener]
+    assert prompt.boundaries == tuple(starts)
+    assert len(starts) == 3
 
 
-def test_a_follow_up_turn_renders_only_what_no_turn_rendered_before(templates: Templates) -> None:
-    renderer = templates.renderer(NATIVE)
-    _render(renderer, TALK[:4])
-    before = templates.rendered
-    warm = _render(renderer, TALK)
-    assert templates.rendered - before == 3  # the whole, and two longer beginnings
-    assert warm == _render(templates.renderer(NATIVE), TALK)
-
-
-def test_what_is_remembered_of_one_conversation_is_not_taken_for_another(
-    templates: Templates,
+@pytest.mark.parametrize("count", [2, 300])
+def test_a_turn_renders_its_conversation_once_and_its_first_message(
+    templates: Templates, count: int
 ) -> None:
     renderer = templates.renderer(NATIVE)
-    for tools, first in itertools.product([(), (WEATHER,)], [SYSTEM, Message("system", "Other.")]):
-        talk = [first, *TALK[1:]]
-        fresh = _render(templates.renderer(NATIVE), talk, tools)
-        assert _render(renderer, talk, tools) == fresh
+    talk = [Message(("user", "assistant")[i % 2], "hi") for i in range(count)]
+    before = templates.rendered
+    counted = renderer.render(talk, (), {}, None, with_boundaries=False)
+    assert templates.rendered - before == 1
+    prompt = renderer.render(talk, (), {}, None)
+    assert templates.rendered - before == 3
+    assert (counted.token_ids, counted.boundaries) == (prompt.token_ids, ())
+    assert len(prompt.boundaries) == count + 1
 
 
 def test_a_follow_up_turn_goes_on_from_the_ids_that_were_generated(smollm2: ChatTokenizer) -> None:
@@ -241,7 +240,9 @@ def test_an_answer_that_spells_a_special_token_in_letters_costs_boundaries_not_t
     talk = [ASK, Message("assistant", "<|im_end|>"), ASK]
     warm = smollm2.render(talk, history=history)
     assert warm.token_ids[: len(history.token_ids)] == history.token_ids
-    assert warm.boundaries == (0,)
+    # The quoted token is letters in the ids, so it neither hides a message's beginning nor looks like one.
+    openers = [i for i, token in enumerate(warm.token_ids) if token == first.token_ids[0]]
+    assert warm.boundaries == (0, *openers[2:])
 
 
 def test_a_template_that_ignores_tools_finds_them_in_the_system_message(
@@ -346,7 +347,7 @@ def test_conversations_without_a_user_message_render_or_are_refused_with_the_rea
 def test_an_empty_conversation_and_an_unknown_role_are_refused(smollm2: ChatTokenizer) -> None:
     with pytest.raises(InvalidValue, match="no messages"):
         smollm2.render([])
-    with pytest.raises(InvalidValue, match="message 1 has the unknown role 'robot'"):
+    with pytest.raises(InvalidValue, match=r"messages\[1\].role: there is no role 'robot'"):
         smollm2.render([ASK, Message("robot", "beep")])
 
 
@@ -378,7 +379,7 @@ def test_template_arguments_reach_the_template_and_ours_cannot_be_displaced(
 
 @pytest.mark.parametrize("schema", ["{bad", "[1]", "null", "3"])
 def test_a_tool_whose_schema_is_no_object_is_refused(smollm2: ChatTokenizer, schema: str) -> None:
-    with pytest.raises(InvalidValue, match="tools: the parameters of 'f'"):
+    with pytest.raises(InvalidValue, match=r"tools\[0\]: the parameters of 'f'"):
         smollm2.render([ASK], [Tool("f", parameters=schema)])
 
 

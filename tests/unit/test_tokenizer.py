@@ -39,6 +39,39 @@ def test_a_folder_without_a_tokenizer_is_unusable(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["own.Slow", "own.Fast"]}}'),
+        ("chat_template.jinja", "\udcff"),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": "x"}'),
+        ("generation_config.json", '{"eos_token_id": [2, 1.5]}'),
+        ("config.json", "[]"),
+        ("config.json", '{"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}'),
+    ],
+)
+def test_damaged_files_are_unusable_in_one_line_and_nobody_is_asked(
+    smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
+) -> None:
+    def ask(*_: object) -> str:
+        raise AssertionError("the terminal was asked")
+
+    monkeypatch.setattr("builtins.input", ask)
+    for kept in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / kept).symlink_to(smollm2_dir / kept)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).write_text(content, errors="surrogateescape")
+    with pytest.raises(ModelUnusable) as caught:
+        load_tokenizer(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_the_vocabulary_covers_every_id_that_is_special_or_encoded(smollm2: ChatTokenizer) -> None:
     assert smollm2.vocab_size == 49_152
     assert [i for i in range(20) if smollm2.is_special(i)] == list(range(17))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 import pytest
 import torch
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from coordinator.frames import (
     CopyRows,
@@ -34,7 +37,9 @@ from coordinator.ledger import digest_of
 from coordinator.requests import RowLogprobs, SamplingSpec
 from stage import wire
 from stage.messages import Delivery, FrameMessage, Garbled, Message, ReplyMessage
-from stage.transport import Link
+from stage.transport import Endpoint, Link
+
+LOOPBACK = "127.0.0.1"
 
 SPEC = SamplingSpec(
     temperature=0.7, top_k=5, seed=(1 << 64) - 1, logit_bias=((3, -1.5),), logprobs=2
@@ -175,7 +180,7 @@ def test_flipped_and_missing_bytes_never_raise_anything_else() -> None:
 
 @pytest.fixture(params=["ipc", "tcp"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
-    return tmp_path / "socket" if request.param == "ipc" else "127.0.0.1"
+    return tmp_path / "socket" if request.param == "ipc" else LOOPBACK
 
 
 @pytest.fixture
@@ -186,11 +191,20 @@ def links() -> Iterator[tuple[Link, Link]]:
         link.close()
 
 
+def key_of(link: Link) -> bytes:
+    """The public key that a link shows to its peers."""
+    listener = link.listen(LOOPBACK)
+    listener.close()
+    assert listener.endpoint.public is not None
+    return listener.endpoint.public
+
+
 def test_messages_come_in_order_and_large_ones_whole(
     links: tuple[Link, Link], where: Path | str
 ) -> None:
     listener = links[0].listen(where)
-    sender = links[1].connect(listener.address)
+    links[0].admit(key_of(links[1]))
+    sender = links[1].connect(listener.endpoint)
     large = torch.arange(512 * 576, dtype=torch.float32).view(512, 576)
     sent = [FrameMessage(Epoch(0), Frame(Epoch(0), Seq(n)), hidden=large + n) for n in range(5)]
     for message in sent:
@@ -207,7 +221,7 @@ def test_unreadable_bytes_are_counted_and_passed_over(
     links: tuple[Link, Link], tmp_path: Path
 ) -> None:
     listener = links[0].listen(tmp_path / "socket")
-    sender = links[1].connect(listener.address)
+    sender = links[1].connect(listener.endpoint)
     for garbage in ([b""], [b"hello", b"you"], [bytes(38), b"", b""]):
         sender._socket.send_multipart(garbage)
     sender.send(reply_message())
@@ -235,7 +249,75 @@ def test_closing_a_link_wakes_its_receiver_and_loses_no_thread(tmp_path: Path) -
 def test_a_sender_without_a_receiver_does_not_wait(
     links: tuple[Link, Link], tmp_path: Path
 ) -> None:
-    sender = links[0].connect(f"ipc://{tmp_path / 'nobody'}")
+    sender = links[0].connect(Endpoint(f"ipc://{tmp_path / 'nobody'}"))
     for _ in range(2000):
         sender.send(reply_message())
     sender.close()
+
+
+def stranger(context: zmq.Context[zmq.Socket[bytes]], kind: str, to: Endpoint) -> zmq.Socket[bytes]:
+    """A peer that reaches the port and lacks what it would need to be heard."""
+    assert to.public is not None
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 0)
+    mine, other = zmq.curve_keypair(), zmq.curve_keypair()
+    if kind != "plaintext":
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, mine[0])
+        socket.setsockopt(zmq.CURVE_SECRETKEY, mine[1])
+        server = other[0] if kind == "another server's key" else to.public
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server)
+    return socket
+
+
+FAILURES = {
+    "plaintext": zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED,
+    "a key of its own": zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    "another server's key": zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED,
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_stranger_who_reaches_the_port_is_not_heard_and_disturbs_nobody(
+    links: tuple[Link, Link], kind: str
+) -> None:
+    with closing(links[0].listen(LOOPBACK)) as listener, zmq.Context() as context:
+        links[0].admit(key_of(links[1]))
+        with stranger(context, kind, listener.endpoint) as socket:
+            event = shout(socket, listener.endpoint, FAILURES[kind])
+            # Only once its handshake has failed can its frame no longer be on the way.
+            assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+            with closing(links[1].connect(listener.endpoint)) as sender:
+                sender.send(reply_message())
+                delivery = listener.receive()
+        assert delivery is not None
+        assert delivery.message == reply_message()
+        assert listener.unreadable == 0
+
+
+def shout(socket: zmq.Socket[bytes], to: Endpoint, failures: int) -> int:
+    """Connects and sends a frame; returns how the handshake ended."""
+    with socket.get_monitor_socket(failures | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        socket.connect(to.address)
+        socket.send_multipart(wire.encode(frame_message()))
+        event: int = recv_monitor_message(monitor)["event"]
+        socket.disable_monitor()
+    return event
+
+
+def test_before_its_peer_is_named_a_listener_hears_nobody(
+    links: tuple[Link, Link], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        closing(links[0].listen(LOOPBACK)) as listener,
+        closing(links[1].connect(listener.endpoint)) as sender,
+    ):
+        event = shout(sender._socket, listener.endpoint, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert "refused connections from=127.0.0.1" in caplog.text
+    assert key_of(links[1]).decode() not in caplog.text
+
+
+def test_a_link_shows_one_key_and_tells_nobody_its_secret(links: tuple[Link, Link]) -> None:
+    assert key_of(links[0]) == key_of(links[0]) != key_of(links[1])
+    keys = links[0]._keys
+    assert keys.secret.decode() not in repr(keys)

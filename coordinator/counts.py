@@ -1,0 +1,61 @@
+"""What a ring has done since it started: plain running totals for whoever watches. Nothing is decided by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.frames import Frame, Reply
+
+
+@dataclass(frozen=True, slots=True)
+class RingCounts:
+    """`stage_busy_s`: seconds that each stage has computed, by the replies' own times."""
+
+    frames: int = 0
+    rows: int = 0
+    discarded_frames: int = 0  # answered, but built on a guess that had failed
+    drafted: int = 0
+    accepted: int = 0
+    refusals: int = 0
+    prefilled_rows: int = 0
+    reused_rows: int = 0
+    stage_busy_s: tuple[float, ...] = ()
+
+
+class Counter:
+    """Adds up; `totals` is a snapshot."""
+
+    def __init__(self, stages: int) -> None:
+        self._frames = self._rows = self._refusals = self._prefilled = self._reused = 0
+        self._discarded = self._drafted = self._accepted = 0
+        self._busy = [0.0] * stages
+
+    def answered(self, frame: Frame, reply: Reply) -> None:
+        self._frames += 1
+        self._rows += frame.rows
+        self._refusals += len(reply.refusals)
+        for timing in reply.timings:
+            self._busy[timing.stage] += timing.compute_s
+
+    def drafts(self, drafted: int, accepted: int, discarded_frames: int) -> None:
+        self._drafted += drafted
+        self._accepted += accepted
+        self._discarded += discarded_frames
+
+    def admitted(self, prompt_rows: int, reused_rows: int) -> None:
+        self._prefilled += prompt_rows - reused_rows
+        self._reused += reused_rows
+
+    @property
+    def totals(self) -> RingCounts:
+        return RingCounts(
+            frames=self._frames,
+            rows=self._rows,
+            discarded_frames=self._discarded,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            refusals=self._refusals,
+            prefilled_rows=self._prefilled,
+            reused_rows=self._reused,
+            stage_busy_s=tuple(self._busy),
+        )

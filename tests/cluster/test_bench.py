@@ -1,0 +1,79 @@
+"""The benches through Ray: a small random model behind SmolLM2's tokenizer, so that minutes become seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.errors import SetupError
+from gateway.bench.multiturn_command import MultiturnOptions, Target, run_multiturn
+from gateway.bench.workload import Load
+from gateway.cli import app
+from gateway.launch import launch
+from gateway.progress import SilentBoard
+from gateway.settings import RingKind, ServeSettings
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def small_model(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(11)
+    folder = tmp_path_factory.mktemp("small")
+    for file in smollm2_dir.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    config = LlamaConfig(
+        vocab_size=json.loads((smollm2_dir / "config.json").read_text())["vocab_size"],
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _bench(*arguments: str) -> dict[str, object]:
+    result = CliRunner(env=dict(os.environ)).invoke(app, ["bench", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    told: dict[str, object] = json.loads(result.stdout.strip().splitlines()[-1])
+    return told
+
+
+def test_sessions_are_exact_and_stand_beside_a_baseline(small_model: Path) -> None:
+    sizes = ("--sessions", "2", "--turns", "2", "--answer-tokens", "6", "--lanes", "2")
+    told = _bench("multiturn", "--model", str(small_model), *sizes, "--baseline")
+    assert told["wrong_turns"] == 0
+    assert told["control_cached_tokens"] < 100
+    first, second = told["turns"]
+    assert second["reused_tokens"] == second["reusable_tokens"] > 0.8 * second["prompt_tokens"]
+    assert first["reused_tokens"] <= first["reusable_tokens"]
+    assert min(told["baseline"].values()) > 0
+
+
+async def test_a_running_server_is_measured_by_its_address(small_model: Path) -> None:
+    served = ServeSettings(model=str(small_model), ring=RingKind.LOCAL, lanes=2, max_rows=4096)
+    async with launch(served, SilentBoard()) as running:
+        options = MultiturnOptions(
+            Load(1, 2, 4), Target(address=running.grpc_address), baseline=False, plot=None
+        )
+        found = await run_multiturn(ServeSettings(model=str(small_model)), options, SilentBoard())
+        assert (found.report.wrong_turns, found.report.rings) == (0, 1)
+        assert found.report.reused_tokens == found.report.reusable_tokens > 0
+        assert found.samples[-1].busy_s > found.samples[0].busy_s
+        nowhere = MultiturnOptions(
+            Load(1, 1, 1), Target(address="127.0.0.1:1"), baseline=False, plot=None
+        )
+        with pytest.raises(SetupError, match="UNAVAILABLE"):
+            await run_multiturn(served, nowhere, SilentBoard())

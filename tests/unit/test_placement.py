@@ -1,0 +1,55 @@
+"""Where stages go: refused when there is too little, spread where there are nodes enough, few crossings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.errors import ClusterTooSmall
+from stage.config import RingConfig
+from stage.placement import along_nodes, share_of
+
+CONFIG = RingConfig(Path("m"), "m", ((0, 1), (1, 2)), cpu_share=0.5)
+ON_GPUS = share_of(replace(CONFIG, device="cuda"))
+BIG, NONE, GPU = {"CPU": 8.0}, {"node:here": 1.0}, {"CPU": 8.0, "GPU": 1.0}
+
+
+def test_a_cluster_with_too_little_is_refused_in_one_line() -> None:
+    share_of(CONFIG).check({"CPU": 1.0})
+    with pytest.raises(ClusterTooSmall) as refused:
+        share_of(CONFIG).check({"CPU": 0.9})
+    assert (refused.value.wanted, refused.value.available) == (
+        "1 CPU (2 stages with 0.5 each)",
+        "0.9 CPU",
+    )
+    with pytest.raises(ClusterTooSmall, match="available 0 GPU"):
+        ON_GPUS.check(BIG)
+
+
+@pytest.mark.parametrize(
+    ("spread", "nodes", "strategy"),
+    [
+        (True, [BIG, BIG], "STRICT_SPREAD"),
+        (True, [BIG, BIG, BIG], "STRICT_SPREAD"),
+        (True, [BIG], "PACK"),
+        (True, [BIG, NONE], "PACK"),
+        (False, [BIG, BIG], "PACK"),
+    ],
+)
+def test_each_stage_gets_a_node_when_that_is_asked_for_and_can_be(
+    spread: bool, nodes: list[dict[str, float]], strategy: str
+) -> None:
+    assert share_of(CONFIG).strategy(spread, nodes) == strategy
+
+
+def test_a_node_without_a_gpu_takes_no_stage_of_a_ring_on_gpus() -> None:
+    assert ON_GPUS.strategy(True, [GPU, BIG]) == "PACK"
+    assert ON_GPUS.strategy(True, [GPU, GPU]) == "STRICT_SPREAD"
+
+
+def test_stages_of_one_node_follow_each_other_and_our_own_node_comes_first() -> None:
+    order = along_nodes(["b", "a", "here", "a", "b"], "here")
+    assert [["b", "a", "here", "a", "b"][place] for place in order] == ["here", "a", "a", "b", "b"]
+    assert sorted(order) == [0, 1, 2, 3, 4]
