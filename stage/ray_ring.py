@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Awaitable, Sequence
@@ -45,6 +46,8 @@ _OBJECT_STORE_BYTES = 80_000_000
 # Resources that another ring has just given back show up again after a moment.
 _PLACEMENT_S = 10.0
 _PROGRESS_EVERY_S = 0.2
+# To find out that nobody listens at a given address.
+_REACH_S = 5.0
 # A killed process ends within milliseconds, unless the kernel has much memory to take back.
 _EXIT_S = 5.0
 # A Unix socket's path may have 107 bytes.
@@ -98,10 +101,19 @@ class RayCluster:
             if self._address is None:
                 _start_local()
             else:
+                _reach(self._address)
                 ray.init(self._address, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        except (OSError, RuntimeError, ValueError, RayError) as error:
             raise SetupError(f"no Ray at {self._address or 'this host'}: {error}") from error
         self._is_ours = True
+
+
+def _reach(address: str) -> None:
+    """Raises OSError: Ray itself would try for minutes, in a call that nothing can interrupt."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S):
+            return
 
 
 def _start_local() -> None:
@@ -112,7 +124,12 @@ def _start_local() -> None:
         logging_level=logging.ERROR,
         log_to_driver=False,
         # Idle workers for calls that nobody makes: 85 MB.
-        _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+        _system_config={
+            "enable_worker_prestart": False,
+            "prestart_worker_first_driver": False,
+            # Ray makes its workers nice by 15: right for batch jobs, wrong for a stage that a client waits for.
+            "worker_niceness": 0,
+        },
     )
 
 
