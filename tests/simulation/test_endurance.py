@@ -17,9 +17,11 @@ from coordinator.requests import Request, SessionId
 from stage.config import RingConfig
 from stage.local_ring import LocalRing
 
+# Until all sessions are known and the allocators' pools have their size: flat from about 5,000 frames on.
+_WARM_UP = 6_000
 _FRAMES = 10_000
 # Allocators give memory back in lumps; a leak of 1 kB a frame would be 10 MB.
-_SLACK_BYTES = 4_000_000
+_SLACK_BYTES = 6_000_000
 
 
 async def _round(driver: RingDriver, number: int) -> None:
@@ -46,7 +48,7 @@ async def test_ten_thousand_frames_leave_nothing_behind(tiny_model: Path) -> Non
     await driver.start(lambda progress: None)
     try:
         number = 0
-        while driver.status().counts.frames < _FRAMES // 10:
+        while driver.status().counts.frames < _WARM_UP:
             await _round(driver, number)
             number += 1
         process = psutil.Process(os.getpid())
@@ -55,7 +57,7 @@ async def test_ten_thousand_frames_leave_nothing_behind(tiny_model: Path) -> Non
             len(asyncio.all_tasks()),
             threading.active_count(),
         )
-        while driver.status().counts.frames < _FRAMES:
+        while driver.status().counts.frames < _WARM_UP + _FRAMES:
             await _round(driver, number)
             number += 1
         status = driver.status()
