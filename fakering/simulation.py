@@ -33,7 +33,6 @@ from coordinator.events import (
     Submitted,
 )
 from coordinator.frames import Epoch, JobId, LaneId, Reply, Seq
-from coordinator.ledger import common_prefix
 from coordinator.requests import Finished, Request, SamplingSpec, SessionId, Started, TokenDelta
 from coordinator.scheduler import Scheduler
 from fakering.faults import FaultScript
@@ -319,8 +318,3 @@ def random_plan(seed: int, jobs: int, vocab_size: int, *, head: int = 20) -> tup
             )
         )
     return tuple(plan)
-
-
-def reusable_rows(before: Sequence[int], prompt: Sequence[int]) -> int:
-    """What an ideal cache that holds `before` could reuse of a prompt."""
-    return min(common_prefix(before, prompt), len(prompt) - 1)
