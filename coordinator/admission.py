@@ -27,8 +27,11 @@ class Admission:
         self.lanes = LaneTable(ledger, settings.min_copy_rows)
         self.lengths = SessionLengths(settings.session_limit)
 
-    def seat(self, job: Job, running: Iterable[Job], now: float) -> bool:
-        """Gives a waiting job a lane; False while none is idle, or while it does better to wait."""
+    def seat(self, job: Job, running: Iterable[Job], now: float, *, alone: bool) -> bool:
+        """Gives a waiting job a lane; False while none is idle, or while it does better to wait.
+
+        `alone`: no other job runs or waits.
+        """
         if job.request.reuse and self._should_wait(job, running):
             return False
         session = job.request.session
@@ -40,7 +43,7 @@ class Admission:
         self.lanes.take(choice, job.id, session)
         job.lane = choice.lane
         job.admitted_at = job.admitted_at if job.admitted_at is not None else now
-        self._open(job, choice)
+        self._open(job, choice, alone=alone)
         return True
 
     def _should_wait(self, job: Job, running: Iterable[Job]) -> bool:
@@ -79,17 +82,20 @@ class Admission:
         self.lanes.disown(session)
         self.lengths.forget(session)
 
-    def _open(self, job: Job, choice: LaneChoice) -> None:
+    def _open(self, job: Job, choice: LaneChoice, *, alone: bool = False) -> None:
         depth = choice.cached_prefix
         opening: tuple[Op, ...] = (
             OpenLane(choice.lane, job.id, depth, digest_of(job.context[:depth])),
         )
         if choice.copy_from is not None:
             opening = (CopyRows(choice.copy_from, choice.lane, depth), *opening)
-        job.open(depth, opening, self._cuts(job, depth))
+        job.open(depth, opening, self._cuts(job, depth, alone))
 
-    def _cuts(self, job: Job, start: int) -> tuple[int, ...]:
+    def _cuts(self, job: Job, start: int, alone: bool) -> tuple[int, ...]:
         settings, end = self._settings, len(job.context)
+        if alone and self._info.lends_cores and end - start <= settings.frame_rows:
+            # One chunk on all cores, stage after stage, beats chunks on a core each that fill and drain the ring.
+            return (end,)
         if self._info.exact:
             return even_cuts(start, end, stages=self._info.stages, chunk_rows=settings.chunk_rows)
         return cut_plan(

@@ -35,5 +35,5 @@ class Batch:
         budget = None if self._whole_chunks else min(rows, self.room)
         self.add(job, job.prefill_segment(budget))
 
-    def frame(self, epoch: Epoch, seq: Seq) -> Frame:
-        return Frame(epoch, seq, tuple(self._ops), tuple(self.segments))
+    def frame(self, epoch: Epoch, seq: Seq, *, alone: bool) -> Frame:
+        return Frame(epoch, seq, tuple(self._ops), tuple(self.segments), alone)

@@ -37,6 +37,8 @@ class Costs:
     def learn(self, frame: Frame, reply: Reply, phases: Collection[Phase]) -> None:
         """`phases`: what the ring's jobs were doing meanwhile."""
         seconds = [timing.compute_s for timing in reply.timings]
+        if frame.alone:
+            return  # computed by more cores than frames that share the ring
         if not seconds or reply.refusals or not frame.rows or min(seconds) <= 0.0:
             return
         self.frames.observe(frame.rows, sum(seconds) / len(seconds))

@@ -19,7 +19,7 @@ Epoch = NewType("Epoch", int)
 Seq = NewType("Seq", int)
 
 # Coordinator and stages may come from different wheels; a ring refuses to start on another number.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 DIGEST_BYTES = 16  # 128 bits: a clash would need 2**64 prefixes
 
@@ -117,6 +117,9 @@ class Frame:
     seq: Seq
     ops: tuple[Op, ...] = ()
     segments: tuple[Segment, ...] = ()
+    # Sent into an empty ring, with nothing to follow it before its reply: stages of one host may use each
+    # other's cores for it. It changes no row, and a stage that does not know of it loses time only.
+    alone: bool = False
 
     def __post_init__(self) -> None:
         _require(self.epoch >= 0 and self.seq >= 0, "epoch or seq is negative")

@@ -28,6 +28,9 @@ class RingInfo:
     numerics: str  # the probe's verdict in words
     exact: bool  # rows are bit-identical however a prompt is cut
     devices: tuple[str, ...]  # one a stage
+    lends_cores: bool = (
+        False  # a frame that is alone in the ring is computed by more cores than a stage's own
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ from coordinator.frames import (
     RefusalCode,
     Reply,
     Segment,
+    SegmentKind,
     SegmentReply,
     Seq,
 )
@@ -359,14 +360,22 @@ class Scheduler:
         if self.lanes.busy == self._info.lanes:
             return None
         for job in self._queue.heads():
-            if self._admission.seat(job, self._jobs.values(), now):
+            alone = not self._jobs and len(self._queue) == 1
+            if self._admission.seat(job, self._jobs.values(), now, alone=alone):
                 self._queue.take(job)
                 self._jobs[job.id] = job
                 return job
         return None
 
+    def _is_alone(self, batch: Batch) -> bool:
+        """Whether the whole ring waits for this frame: the last chunk of the only job's prompt."""
+        segment = batch.segments[0]
+        ends_prompt = segment.kind is SegmentKind.PREFILL and segment.sampling is not None
+        only = len(self._jobs) == 1 and not self._in_flight and not self._queue
+        return self._info.lends_cores and only and ends_prompt
+
     def _send(self, batch: Batch) -> None:
-        frame = batch.frame(self.ledger.epoch, self.ledger.next_seq)
+        frame = batch.frame(self.ledger.epoch, self.ledger.next_seq, alone=self._is_alone(batch))
         applied = self.ledger.apply(frame)
         if applied.standing is not Standing.NEW or applied.refusals:
             raise BrokenInvariant(

@@ -128,4 +128,6 @@ def describe(name: str, language: FakeModel, stages: int, lanes: int, max_rows: 
         numerics="exact (bit-identical)",
         exact=True,
         devices=("fake",) * stages,
+        # Nothing computes here, but the coordinator's lone frames are to be met in simulations too.
+        lends_cores=True,
     )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-import torch
 
 from coordinator.errors import RingLost, SetupError
 from coordinator.frames import Epoch
@@ -72,11 +71,14 @@ class StageActor:
         self._listener = self._link.listen(where)
         return self._listener.endpoint
 
-    def load(self) -> StageReport | LoadFailure:
+    def load(self, stages_here: int) -> StageReport | LoadFailure:
+        """`stages_here`: the ring's stages on this node, this one included."""
         # Ray shows a process its own GPU only.
         device = "cuda:0" if self._config.device == "cuda" else "cpu"
         try:
-            self._stage, report = build_stage(self._config, self._index, device, self._note)
+            self._stage, report = build_stage(
+                self._config, self._index, device, self._note, stages_here
+            )
         except SetupError as error:
             return LoadFailure(type(error), str(error))
         return report
@@ -94,7 +96,6 @@ class StageActor:
         assert self._stage is not None
         assert self._listener is not None
         assert self._next is not None
-        torch.set_num_threads(self._config.threads)
         sender = self._link.connect(self._next)
         try:
             run_stage(self._stage, self._listener, sender)

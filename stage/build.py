@@ -20,10 +20,11 @@ from coordinator.frames import PROTOCOL_VERSION
 from coordinator.ring import RingInfo, StageProgress
 from stage.attention import Numerics, RowSegment
 from stage.config import RingConfig
+from stage.cores import Cores, cores_of
 from stage.fingerprint import fingerprint
 from stage.model.damage import in_one_line, unusable
 from stage.model.slice import ModelSlice, RowBatch, SliceOutput, load_slice
-from stage.numerics import probe_numerics
+from stage.numerics import probe_cores, probe_numerics
 from stage.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -45,13 +46,15 @@ class StageReport:
     numerics: str
     exact: bool
     device: str
+    lends_cores: bool
 
 
 def build_stage(
-    config: RingConfig, index: int, device: str, progress: Progress
+    config: RingConfig, index: int, device: str, progress: Progress, stages_here: int = 1
 ) -> tuple[Stage, StageReport]:
-    """Raises SetupError. `device` is torch's name for it."""
-    torch.set_num_threads(config.threads)
+    """Raises SetupError. `device` is torch's name for it; `stages_here` is how many stages share its host."""
+    cores = cores_of(config, device, stages_here)
+    cores.use()
     note = _Notes(index, progress)
     with _memory_for(config, index):
         model = _load(config, index, device, note)
@@ -61,6 +64,8 @@ def build_stage(
             _warm_up(config, index, model)
             note.say("probing numerics")
             exact, words = _probe(config, index, model)
+            if not (exact and probe_cores(model, cores)):
+                cores = Cores(cores.shared, cores.shared)
     note.say("ready")
     report = StageReport(
         protocol_version=PROTOCOL_VERSION,
@@ -70,9 +75,10 @@ def build_stage(
         numerics=words,
         exact=exact,
         device=device,
+        lends_cores=cores.alone > cores.shared,
     )
     log.info("ready stage=%d layers=%d-%d numerics=%s", index, *config.splits[index], words)
-    return Stage(index, model), report
+    return Stage(index, model, cores), report
 
 
 @contextmanager
@@ -123,6 +129,7 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
         numerics=numerics,
         exact=all(report.exact for report in reports),
         devices=tuple(report.device for report in reports),
+        lends_cores=any(report.lends_cores for report in reports),
     )
 
 

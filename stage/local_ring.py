@@ -47,7 +47,7 @@ class LocalRing:
             loop.call_soon_threadsafe(progress, news)
 
         loading = [
-            asyncio.to_thread(build_stage, self._config, index, device, tell)
+            asyncio.to_thread(build_stage, self._config, index, device, tell, self._config.stages)
             for index, device in enumerate(devices)
         ]
         # All loaders end before the first one's error leaves: nothing loads on behind the caller's back.
@@ -102,7 +102,7 @@ class LocalRing:
         self._replies = ReplyQueue(on_lost=self._halt)
         outlet: Outlet = _ReplyOutlet(self._replies)
         for stage in reversed(stages):
-            thread = _StageThread(stage, outlet, self._replies, self._config.threads)
+            thread = _StageThread(stage, outlet, self._replies)
             self._threads.insert(0, thread)
             outlet = thread.inlet
         for thread in self._threads:
@@ -142,16 +142,14 @@ class _ReplyOutlet:
 
 
 class _StageThread(threading.Thread):
-    def __init__(self, stage: Stage, outlet: Outlet, replies: ReplyQueue, threads: int) -> None:
+    def __init__(self, stage: Stage, outlet: Outlet, replies: ReplyQueue) -> None:
         super().__init__(name=f"stage-{stage.index}", daemon=True)
         self.stage = stage
         self.inlet = _QueueInlet()
         self._outlet = outlet
         self._replies = replies
-        self._n_threads = threads
 
     def run(self) -> None:
-        torch.set_num_threads(self._n_threads)
         try:
             run_stage(self.stage, self.inlet, self._outlet)
         except RingLost as error:

@@ -150,7 +150,7 @@ class RayRing:
         try:
             await _place(self._config, started)
             started.places = await _ask(started.actors, "place")
-            reports = await _load(started.actors, progress)
+            reports = await _load(started, progress)
             self._info = ring_info(self._config, reports)
             await started.open()
         except BaseException as error:
@@ -364,11 +364,14 @@ def _make_actor(
     )
 
 
-async def _load(actors: Sequence[Any], progress: ProgressSink) -> list[StageReport]:
+async def _load(started: _Started, progress: ProgressSink) -> list[StageReport]:
     """Raises the SetupError of the first stage that failed, once all have ended."""
+    actors = started.actors
     telling = asyncio.create_task(_tell_progress(actors, progress))
     try:
-        results = await _ask(actors, "load")
+        nodes = [place.node for place in started.places]
+        loads = (a.load.remote(nodes.count(node)) for a, node in zip(actors, nodes, strict=True))
+        results = await asyncio.gather(*loads)
     finally:
         telling.cancel()
         await asyncio.wait([telling])

@@ -34,6 +34,7 @@ from coordinator.frames import (
 )
 from coordinator.ledger import Applied, Ledger, Standing
 from stage.attention import RowSegment
+from stage.cores import Cores
 from stage.messages import FrameMessage, Garbled, ReplyMessage
 from stage.model.slice import ModelSlice, RowBatch
 from stage.sampling import (
@@ -60,9 +61,10 @@ class Waited:
 class Stage:
     """One replica: its ledger and its slice. One thread processes; `open_epoch` may come from another one."""
 
-    def __init__(self, index: int, model: ModelSlice) -> None:
+    def __init__(self, index: int, model: ModelSlice, cores: Cores) -> None:
         self.index = index
         self.model = model
+        self._cores = cores
         self.ledger = Ledger(model.rows.lanes, model.rows.max_rows, stage=index)
         self._opened = Epoch(0)
         self._lock = Lock()
@@ -174,6 +176,7 @@ class Stage:
             segments=tuple(RowSegment(s.lane, s.start, s.width) for s in taken),
             asked=tuple(_asked(taken)) if self.model.decoder.is_tail else (),
         )
+        self._cores.use(message.frame.alone)
         output = self.model.forward(batch, _select(message, taken))
         return output.hidden if output.logits is None else output.logits
 

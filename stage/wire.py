@@ -67,6 +67,7 @@ class _FrameBody(msgspec.Struct, array_like=True, frozen=True):
     timings: tuple[StageTiming, ...]
     computed: tuple[LaneId, ...]
     hidden: _TensorHead | None
+    alone: bool
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -125,6 +126,7 @@ def _frame_body(message: FrameMessage) -> _FrameBody:
         timings=message.timings,
         computed=message.computed,
         hidden=head,
+        alone=frame.alone,
     )
 
 
@@ -133,7 +135,7 @@ def _read_frame(opened: Epoch, epoch: Epoch, seq: Seq, parts: Sequence[Buffer]) 
     ops = tuple(_read_op(tag, raw) for tag, raw in body.ops)
     return FrameMessage(
         opened=opened,
-        frame=Frame(epoch, seq, ops, body.segments),
+        frame=Frame(epoch, seq, ops, body.segments, body.alone),
         refusals=body.refusals,
         lanes=body.lanes,
         timings=body.timings,

@@ -106,7 +106,7 @@ async def test_a_caller_that_has_enough_ends_the_job_and_gets_its_usage() -> Non
 
 async def test_rows_lost_behind_our_back_are_a_miss_with_a_reason() -> None:
     clock = VirtualClock()
-    async with _driver(clock, Restart(stage=1, nth=4)) as driver:
+    async with _driver(clock, Restart(stage=1, nth=3)) as driver:
         turn = Request(_PROMPT, max_new_tokens=3, session=SessionId("x"), draft=False)
         await clock.drive(_read(driver.submit(turn)))
         longer = Request((*_PROMPT, 1, 2, 3), max_new_tokens=3, session=SessionId("x"))

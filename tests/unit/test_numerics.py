@@ -11,10 +11,11 @@ import torch
 import transformers
 
 from stage.attention import Numerics, RowSegment
+from stage.cores import Cores
 from stage.model.activations import SteadyActivation
 from stage.model.packed import can_pack
 from stage.model.slice import ModelSlice, RowBatch, load_slice
-from stage.numerics import NumericsReport, probe_numerics
+from stage.numerics import NumericsReport, probe_cores, probe_numerics
 
 CPU = torch.device("cpu")
 
@@ -130,3 +131,22 @@ def test_packed_linears_agree_with_the_layers_they_are_made_of() -> None:
     rows = torch.randn(1, 7, 96)
     with torch.inference_mode():
         assert (PackedLinear(linear)(rows) - linear(rows)).abs().max() < 1e-5
+
+
+def test_rows_that_lent_cores_computed_are_those_of_the_stages_own(folder: Path) -> None:
+    slice_ = load(folder)
+    assert probe_cores(slice_, Cores(shared=1, alone=2))
+    assert torch.get_num_threads() == 1
+
+
+def test_cores_that_change_a_row_are_not_lent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice_ = load(folder)
+    forward = slice_.decoder.causal_lm.base_model.norm.forward
+
+    def rounds_by_threads(rows: torch.Tensor) -> torch.Tensor:
+        return forward(rows) * (1.0 + 1e-6 * torch.get_num_threads())
+
+    monkeypatch.setattr(slice_.decoder.causal_lm.base_model.norm, "forward", rounds_by_threads)
+    assert not probe_cores(slice_, Cores(shared=1, alone=2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.config import SchedulerSettings
@@ -243,3 +245,30 @@ def test_a_newcomer_waits_for_rows_that_another_job_is_prefilling_and_copies_the
                     assert scheduler.counts.prefilled_rows < 2 * len(_shared())
                     return
     raise AssertionError("the shared rows were prefilled twice")
+
+
+def test_a_short_prompt_with_the_ring_to_itself_is_one_frame_for_all_cores() -> None:
+    scheduler = _scheduler()
+    (frame,) = _frames(_submit(scheduler, 1, *range(1, 9)))
+    assert (frame.rows, frame.alone) == (8, True)
+    (verify,) = _frames(scheduler.on(_reply(frame, 20)))
+    assert not verify.alone
+
+
+def test_a_long_prompt_or_one_with_company_is_cut_for_overlap_and_never_alone() -> None:
+    frames = _frames(_submit(_scheduler(), 1, *range(1, 20)))
+    assert len(frames) > 1
+    assert not any(frame.alone for frame in frames)
+
+    scheduler = _scheduler()
+    (first,) = _frames(_submit(scheduler, 1, *range(1, 9)))
+    beside = _frames(_submit(scheduler, 2, *range(11, 19)))
+    assert beside
+    assert not any(frame.alone for frame in beside)
+
+
+def test_a_ring_that_lends_no_cores_gets_no_lone_frames() -> None:
+    info = replace(describe("fake", FakeModel(vocab_size=50), 2, 2, 32), lends_cores=False)
+    scheduler = Scheduler("ring-0", info, _SETTINGS)
+    frames = _frames(_submit(scheduler, 1, *range(1, 9)))
+    assert not any(frame.alone for frame in frames)

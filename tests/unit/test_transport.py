@@ -57,7 +57,7 @@ def frame_message(dtype: torch.dtype = torch.float32, seq: int = 7) -> FrameMess
     )
     return FrameMessage(
         opened=Epoch(2),
-        frame=Frame(Epoch(3), Seq(seq), ops, (segment(), segment(1, (5,)))),
+        frame=Frame(Epoch(3), Seq(seq), ops, (segment(), segment(1, (5,))), alone=True),
         refusals=(Refusal(RefusalCode.KV_GAP, 0, LaneId(1), "why"),),
         lanes=(LaneRows(LaneId(0), 6),),
         timings=(StageTiming(0, 0.1, 0.2, 0.3),),
