@@ -6,31 +6,39 @@ when the job really gets its lane, so a job that waits holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.config import SchedulerSettings
 from coordinator.cuts import cut_plan, even_cuts
-from coordinator.frames import CopyRows, Op, OpenLane
+from coordinator.frames import CopyRows, LoadNodes, Op, OpenLane, StoreNodes
 from coordinator.jobs import Job
 from coordinator.lanes import LaneChoice, LaneTable
 from coordinator.ledger import Ledger, digest_of
-from coordinator.misses import SessionLengths
+from coordinator.misses import SessionPasts
 from coordinator.requests import Miss, MissKind, SessionId
+from coordinator.retention import Retention
 from coordinator.ring import RingInfo
+
+Store = Callable[[StoreNodes], None]
 
 
 class Admission:
-    def __init__(self, info: RingInfo, settings: SchedulerSettings, ledger: Ledger) -> None:
+    def __init__(
+        self, info: RingInfo, settings: SchedulerSettings, ledger: Ledger, retention: Retention
+    ) -> None:
         self._info = info
         self._settings = settings
         self._ledger = ledger
+        self._retention = retention
         self.lanes = LaneTable(ledger, settings.min_copy_rows)
-        self.lengths = SessionLengths(settings.session_limit)
+        self.pasts = SessionPasts(settings.session_limit)
 
-    def seat(self, job: Job, running: Iterable[Job], now: float, *, alone: bool) -> bool:
+    def seat(
+        self, job: Job, running: Iterable[Job], now: float, *, alone: bool, store: Store
+    ) -> bool:
         """Gives a waiting job a lane; False while none is idle, or while it does better to wait.
 
-        `alone`: no other job runs or waits.
+        `alone`: no other job runs or waits. `store` sends what is to be kept of the rows that the lane loses.
         """
         if job.request.reuse and self._should_wait(job, running):
             return False
@@ -38,9 +46,14 @@ class Admission:
         choice = self.lanes.choose(job.context, session, reuse=job.request.reuse)
         if choice is None:
             return False
-        if not job.announced:
-            job.miss = self._miss(job, choice)
+        self._rescue(choice, store)
+        choice = self._deepen(job, choice)
+        if not job.announced and job.request.reuse:
+            job.miss = self.pasts.miss(
+                job.request, cached_prefix=choice.cached_prefix, epoch=self._ledger.epoch
+            )
         self.lanes.take(choice, job.id, session)
+        self._retention.taken(choice.lane, job.request.prompt, job.request.anchor)
         job.lane = choice.lane
         job.admitted_at = job.admitted_at if job.admitted_at is not None else now
         self._open(job, choice, alone=alone)
@@ -60,27 +73,51 @@ class Admission:
         longest = max(coming, default=0)
         if longest < self._settings.min_copy_rows:
             return False
-        return longest > self.lanes.usable_prefix(job.context)
+        return longest > self.usable_prefix(job.context)
 
     def reopen(self, job: Job) -> None:
         """The job's lane was refused: start over from what the replica still believes of it."""
         assert job.lane is not None
         # One token is always computed, to go on decoding.
         depth = self._ledger.usable_prefix(job.lane, job.context[:-1])
-        if not job.announced and depth < job.cached_prefix:
+        choice = self._deepen(job, LaneChoice(job.lane, depth))
+        if not job.announced and choice.cached_prefix < job.cached_prefix:
             job.miss = Miss(MissKind.RING_LOST)
-        self._open(job, LaneChoice(job.lane, depth))
+        self._open(job, choice)
+
+    def usable_prefix(self, prompt: Sequence[int]) -> int:
+        """The deepest depth of a prompt that a lane or a chain of nodes holds. Changes nothing."""
+        held = self._retention.index.match(prompt).rows
+        return max(self.lanes.usable_prefix(prompt), min(held, len(prompt) - 1))
+
+    def _rescue(self, choice: LaneChoice, store: Store) -> None:
+        kept = 0 if choice.copy_from is not None else choice.cached_prefix
+        op = self._retention.rescue(choice.lane, kept)
+        if op is not None:
+            store(op)
+
+    def _deepen(self, job: Job, choice: LaneChoice) -> LaneChoice:
+        """Chain nodes instead, where they hold enough more of the context than lanes do."""
+        if not job.request.reuse:
+            return choice
+        match = self._retention.index.match(job.context[:-1])
+        if match.rows - choice.cached_prefix < self._settings.min_copy_rows:
+            return choice
+        self._retention.index.use(match.nodes)
+        return LaneChoice(choice.lane, match.rows, nodes=match.nodes)
 
     def leave(self, job: Job) -> None:
         """The job has ended; what it wrote stays in its lane and stays true."""
         assert job.lane is not None
         self.lanes.release(job.lane)
+        self._retention.left(job.lane)
         if job.request.session is not None:
-            self.lengths.ended(job.request.session, job.true_rows, self._ledger.epoch)
+            context = job.context[: job.true_rows]
+            self.pasts.ended(job.request.session, context, self._ledger.epoch)
 
     def close_session(self, session: SessionId) -> None:
         self.lanes.disown(session)
-        self.lengths.forget(session)
+        self.pasts.forget(session)
 
     def _open(self, job: Job, choice: LaneChoice, *, alone: bool = False) -> None:
         depth = choice.cached_prefix
@@ -89,7 +126,15 @@ class Admission:
         )
         if choice.copy_from is not None:
             opening = (CopyRows(choice.copy_from, choice.lane, depth), *opening)
+        elif choice.nodes:
+            opening = (self._load(choice, job.context[:depth]), *opening)
         job.open(depth, opening, self._cuts(job, depth, alone))
+
+    def _load(self, choice: LaneChoice, context: Sequence[int]) -> LoadNodes:
+        """Only the rows that the lane does not hold by chance."""
+        start = min(self._ledger.usable_prefix(choice.lane, context), len(context) - 1)
+        nodes = [n for n in choice.nodes if self._retention.index.node(n).end > start]
+        return LoadNodes(choice.lane, start, len(context), tuple(nodes))
 
     def _cuts(self, job: Job, start: int, alone: bool) -> tuple[int, ...]:
         settings, end = self._settings, len(job.context)
@@ -103,15 +148,4 @@ class Admission:
             job.request.boundaries,
             chunk_rows=settings.chunk_rows,
             min_chunk_rows=settings.min_chunk_rows,
-        )
-
-    def _miss(self, job: Job, choice: LaneChoice) -> Miss | None:
-        request, session = job.request, job.request.session
-        if not request.reuse:
-            return None
-        return self.lengths.miss(
-            request,
-            cached_prefix=choice.cached_prefix,
-            epoch=self._ledger.epoch,
-            has_lane=session is not None and self.lanes.lane_of(session) is not None,
         )

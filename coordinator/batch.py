@@ -1,9 +1,19 @@
-"""One frame being filled: segments and the ops that go before them, under a row budget."""
+"""What the next frame carries: segments and the ops that go before them, under a row budget.
+
+Decides how a frame's room is shared between jobs. It neither sends nor admits: whoever has a lane is asked in turn.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from coordinator.config import SchedulerSettings
+from coordinator.costs import Costs
 from coordinator.frames import Epoch, Frame, Op, Segment, Seq
-from coordinator.jobs import Job
+from coordinator.jobs import Job, Phase
+from coordinator.ring import RingInfo
+from coordinator.speculation import plan_speculation
 
 
 class Batch:
@@ -35,5 +45,57 @@ class Batch:
         budget = None if self._whole_chunks else min(rows, self.room)
         self.add(job, job.prefill_segment(budget))
 
-    def frame(self, epoch: Epoch, seq: Seq, *, alone: bool) -> Frame:
-        return Frame(epoch, seq, tuple(self._ops), tuple(self.segments), alone)
+    def frame(self, epoch: Epoch, seq: Seq, first: tuple[Op, ...], *, alone: bool) -> Frame:
+        """`first`: ops that go before the jobs' own."""
+        return Frame(epoch, seq, (*first, *self._ops), tuple(self.segments), alone)
+
+
+class Filler:
+    def __init__(self, info: RingInfo, settings: SchedulerSettings, costs: Costs) -> None:
+        self._info = info
+        self._settings = settings
+        self._costs = costs
+
+    def fill(self, jobs: Collection[Job], admit: Callable[[], Job | None], now: float) -> Batch:
+        """Decoding first, then prefill chunks of whoever was served longest ago, then at most one newcomer.
+
+        One newcomer a frame: its lane is chosen by the replica, which knows only frames that were sent.
+        """
+        batch = Batch(self._settings.frame_rows, whole_chunks=not self._info.exact)
+        decoding = [job for job in jobs if job.phase is Phase.DECODE]
+        self._add_verifies(batch, decoding, len(jobs), now)
+        if decoding:
+            stretch = self._settings.max_stretch
+            batch.limit(self._costs.stretched_rows(stretch, len(decoding)))
+        if batch.room > 0:
+            prefilling = [job for job in jobs if job.wants_prefill]
+            self._add_prefills(batch, prefilling, admit())
+        return batch
+
+    def _add_prefills(self, batch: Batch, prefilling: Sequence[Job], newcomer: Job | None) -> None:
+        """Equal shares of the room; where that is too little to share, whoever was served longest ago."""
+        waiting = sorted(prefilling, key=lambda job: job.served)
+        if newcomer is not None:
+            waiting.insert(0, newcomer)
+        for place, job in enumerate(waiting):
+            if batch.room < 1:
+                return
+            share = batch.room // (len(waiting) - place)
+            batch.add_prefill(job, max(share, self._settings.min_chunk_rows))
+
+    def _add_verifies(self, batch: Batch, decoding: Sequence[Job], n_jobs: int, now: float) -> None:
+        # Not all in one frame: while one stage computes these, the other needs some too.
+        share = math.ceil(len(decoding) / self._info.stages)
+        widest = max(1, self._settings.frame_rows // max(share, 1))
+        for job in decoding:
+            plan = plan_speculation(
+                job.drafts_right.rate,
+                call_rows=self._costs.frames.call_rows,
+                jobs=n_jobs,
+                stages=self._info.stages,
+                max_width=min(self._settings.max_drafts + 1, widest),
+                draft_rows=self._costs.frames.rows_in(job.draft_time.per_token_s),
+            )
+            segment = job.verify_segment(plan, now) if len(batch.segments) < share else None
+            if segment is not None:
+                batch.add(job, segment)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from dataclasses import dataclass
 
 from coordinator.frames import Frame, Reply
+from coordinator.jobs import Job
+from coordinator.requests import MissKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,10 @@ class RingCounts:
     prefilled_rows: int = 0
     reused_rows: int = 0
     stage_busy_s: tuple[float, ...] = ()
+    restored_rows: int = 0  # of those reused: brought back from the chain store
+    misses: tuple[
+        tuple[MissKind, int], ...
+    ] = ()  # turns that reused less than their session had, by reason
 
 
 class Counter:
@@ -28,6 +35,8 @@ class Counter:
     def __init__(self, stages: int) -> None:
         self._frames = self._rows = self._refusals = self._prefilled = self._reused = 0
         self._discarded = self._drafted = self._accepted = 0
+        self._restored = 0
+        self._misses: Counts[MissKind] = Counts()
         self._busy = [0.0] * stages
 
     def answered(self, frame: Frame, reply: Reply) -> None:
@@ -42,9 +51,12 @@ class Counter:
         self._accepted += accepted
         self._discarded += discarded_frames
 
-    def admitted(self, prompt_rows: int, reused_rows: int) -> None:
-        self._prefilled += prompt_rows - reused_rows
-        self._reused += reused_rows
+    def admitted(self, job: Job) -> None:
+        self._prefilled += job.prompt_tokens - job.cached_prefix
+        self._reused += job.cached_prefix
+        self._restored += job.restored_rows
+        if job.miss is not None:
+            self._misses[job.miss.kind] += 1
 
     @property
     def totals(self) -> RingCounts:
@@ -58,4 +70,6 @@ class Counter:
             prefilled_rows=self._prefilled,
             reused_rows=self._reused,
             stage_busy_s=tuple(self._busy),
+            restored_rows=self._restored,
+            misses=tuple(self._misses.items()),
         )

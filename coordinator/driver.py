@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from coordinator.chain import NodeStatus
 from coordinator.clock import Clock, Timer
 from coordinator.config import SchedulerSettings
 from coordinator.counts import RingCounts
@@ -22,6 +23,7 @@ from coordinator.drafters.none import NoDrafter
 from coordinator.errors import (
     Cancelled,
     DeadlineExceeded,
+    InvalidValue,
     RingLost,
     RingserveError,
     RingUnavailable,
@@ -35,7 +37,9 @@ from coordinator.events import (
     Fail,
     JobEnded,
     JobSatisfied,
+    NodeDropped,
     OpenEpoch,
+    PrefixPinned,
     ReplyArrived,
     ReplyOverdue,
     RingDown,
@@ -43,7 +47,7 @@ from coordinator.events import (
     SessionClosed,
     Submitted,
 )
-from coordinator.frames import Epoch, JobId, Seq
+from coordinator.frames import Epoch, JobId, NodeId, Seq
 from coordinator.requests import Finished, Request, SessionId
 from coordinator.ring import ProgressSink, Ring, RingInfo
 from coordinator.scheduler import Scheduler
@@ -66,6 +70,8 @@ class RingStatus:
     running_jobs: int
     sessions: int
     counts: RingCounts
+    stored_rows: int = 0  # of RingInfo.host_rows
+    pinned_rows: int = 0
 
 
 @dataclass(slots=True)
@@ -166,7 +172,7 @@ class RingDriver:
 
     def usable_prefix(self, prompt: Sequence[int]) -> int:
         """How many of the prompt's first tokens a lane of this ring holds. Changes nothing."""
-        return 0 if self._scheduler is None else self._scheduler.lanes.usable_prefix(prompt)
+        return 0 if self._scheduler is None else self._scheduler.usable_prefix(prompt)
 
     def close_session(self, session: SessionId) -> None:
         """Cancels the session's jobs and gives its lanes up."""
@@ -174,6 +180,34 @@ class RingDriver:
             self._cancel(job)
         if self._scheduler is not None:
             self._handle(SessionClosed(session, self._clock.now()))
+
+    # The chain store, for operators
+
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """The nodes that every stage holds."""
+        core = self._scheduler
+        return () if core is None else tuple(core.retention.index.statuses())
+
+    def pin(self, prefix: tuple[int, ...]) -> None:
+        """Keeps a prefix's rows in the store until they are dropped. Raises InvalidValue."""
+        core = self._scheduler
+        if core is None:
+            raise RingUnavailable("the ring is loading")
+        held = core.held_prefix(prefix)
+        if held < len(prefix):
+            raise InvalidValue("prefix", f"only {held} of its {len(prefix)} tokens are held here")
+        room = core.retention.anchors.room_by_hand()
+        if len(prefix) > room:
+            raise InvalidValue("prefix", f"has {len(prefix)} tokens; {room} more can be pinned")
+        self._handle(PrefixPinned(prefix, self._clock.now()))
+
+    def drop_node(self, node: NodeId) -> bool:
+        """Drops a node and all that hangs on it; False when it is unknown."""
+        core = self._scheduler
+        if core is None or node not in core.retention.index:
+            return False
+        self._handle(NodeDropped(node, self._clock.now()))
+        return True
 
     def status(self) -> RingStatus:
         core = self._scheduler
@@ -192,6 +226,8 @@ class RingDriver:
             running_jobs=core.running if core is not None else 0,
             sessions=core.sessions if core is not None else 0,
             counts=core.counts if core is not None else RingCounts(),
+            stored_rows=core.retention.index.rows if core is not None else 0,
+            pinned_rows=core.retention.index.pinned_rows if core is not None else 0,
         )
 
     def _cancel(self, job: JobId) -> None:

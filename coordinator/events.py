@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.drafters import Drafter
 from coordinator.errors import RingserveError
-from coordinator.frames import Epoch, Frame, JobId, Reply, Seq
+from coordinator.frames import Epoch, Frame, JobId, NodeId, Reply, Seq
 from coordinator.requests import JobEvent, Request, SessionId
 
 
@@ -82,6 +82,22 @@ class SessionClosed:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixPinned:
+    """An operator wants these rows to stay."""
+
+    prefix: tuple[int, ...]
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDropped:
+    """An operator wants a node gone, and all that hangs on it."""
+
+    node: NodeId
+    now: float
+
+
 Event = (
     Submitted
     | JobEnded
@@ -92,6 +108,8 @@ Event = (
     | EpochOpened
     | RingDown
     | SessionClosed
+    | PrefixPinned
+    | NodeDropped
 )
 
 
@@ -128,6 +146,8 @@ def story_line(event: Event) -> str:
     match event:
         case Submitted(job, request, _, now):
             return f"{now:.3f} submitted job={job} tokens={len(request.prompt)}"
+        case PrefixPinned(prefix, now):
+            return f"{now:.3f} pinned tokens={len(prefix)}"
         case ReplyArrived(reply, now):
             refused = ",".join(refusal.code for refusal in reply.refusals) or "-"
             return f"{now:.3f} reply epoch={reply.epoch} seq={reply.seq} refused={refused}"

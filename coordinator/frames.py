@@ -7,6 +7,7 @@ business. Illegal frames do not construct (ValueError): a stage that decodes one
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
@@ -21,12 +22,18 @@ Seq = NewType("Seq", int)
 # Coordinator and stages may come from different wheels; a ring refuses to start on another number.
 PROTOCOL_VERSION = 2
 
+NodeId = NewType("NodeId", bytes)
+
 DIGEST_BYTES = 16  # 128 bits: a clash would need 2**64 prefixes
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _require_ids(nodes: tuple[NodeId, ...]) -> None:
+    _require(all(len(node) == DIGEST_BYTES for node in nodes), "a node id has a wrong length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,72 @@ class CopyRows:
         _require(self.rows > 0, "copies no rows")
 
 
-Op = OpenLane | CopyRows
+@dataclass(frozen=True, slots=True)
+class LoadNodes:
+    """Brings rows [start, end) of a lane from chain nodes, given in their order: the first one holds row
+    `start`, the last one row `end - 1`. Rows before `start` must be there, and be those of the nodes' ancestors.
+    """
+
+    lane: LaneId
+    start: int
+    end: int
+    nodes: tuple[NodeId, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.lane >= 0, "lane is negative")
+        _require(0 <= self.start < self.end, "loads no rows")
+        _require(len(self.nodes) > 0, "loads no nodes")
+        _require_ids(self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class DropNodes:
+    """Takes nodes out of every stage's store; unknown ones are ignored."""
+
+    nodes: tuple[NodeId, ...]
+
+    def __post_init__(self) -> None:
+        _require_ids(self.nodes)
+
+
+Op = OpenLane | CopyRows | LoadNodes | DropNodes
+
+
+def lanes_of(ops: Iterable[Op]) -> Iterator[LaneId]:
+    """The lanes that the ops change."""
+    for op in ops:
+        if isinstance(op, CopyRows):
+            yield op.target
+        elif not isinstance(op, DropNodes):
+            yield op.lane
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpan:
+    """A chain node to be: rows [start, end) of a lane, under a parent whose rows end at `start`."""
+
+    node: NodeId
+    parent: NodeId  # a root for start == 0
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        _require_ids((self.node, self.parent))
+        _require(0 <= self.start < self.end, "a node without rows")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreNodes:
+    """Keeps copies of a lane's rows as chain nodes, after the frame's segments. What a stage cannot keep, it
+    reports as lost; the lane is never refused for it. Nodes that are there already stay as they are.
+    """
+
+    lane: LaneId
+    spans: tuple[NodeSpan, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.lane >= 0, "lane is negative")
+        _require(len(self.spans) > 0, "stores no nodes")
 
 
 class SegmentKind(StrEnum):
@@ -120,6 +192,7 @@ class Frame:
     # Sent into an empty ring, with nothing to follow it before its reply: stages of one host may use each
     # other's cores for it. It changes no row, and a stage that does not know of it loses time only.
     alone: bool = False
+    after: tuple[StoreNodes, ...] = ()  # ops that follow the segments
 
     def __post_init__(self) -> None:
         _require(self.epoch >= 0 and self.seq >= 0, "epoch or seq is negative")
@@ -193,3 +266,4 @@ class Reply:
     lanes: tuple[LaneRows, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     timings: tuple[StageTiming, ...] = ()
+    lost: tuple[NodeId, ...] = ()  # nodes that some stage does not have, or could not keep

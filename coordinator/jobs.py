@@ -13,7 +13,7 @@ from enum import Enum
 from coordinator.acceptance import Acceptance, accept
 from coordinator.cuts import next_cut
 from coordinator.drafters import Drafter
-from coordinator.frames import JobId, LaneId, Op, Segment, SegmentKind, SegmentReply, Seq
+from coordinator.frames import JobId, LaneId, LoadNodes, Op, Segment, SegmentKind, SegmentReply, Seq
 from coordinator.ledger import common_prefix
 from coordinator.requests import (
     FinishReason,
@@ -45,6 +45,7 @@ class Job:
     phase: Phase = Phase.WAITING
     lane: LaneId | None = None
     cached_prefix: int = 0
+    restored_rows: int = 0  # of the cached prefix: loaded from chain nodes
     miss: Miss | None = None
     cursor: int = 0
     cuts: tuple[int, ...] = ()
@@ -92,6 +93,8 @@ class Job:
         self.cursor = cached_prefix
         if not self.announced:
             self.cached_prefix = cached_prefix
+            loads = [op for op in ops if isinstance(op, LoadNodes)]
+            self.restored_rows = sum(op.end - op.start for op in loads)
         self.cuts, self.ops = cuts, ops
         self._forget_flight()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.frames import JobId, LaneId
+from coordinator.frames import JobId, LaneId, NodeId
 from coordinator.ledger import Ledger
 from coordinator.requests import SessionId
 
@@ -25,6 +25,7 @@ class LaneChoice:
     lane: LaneId
     cached_prefix: int
     copy_from: LaneId | None = None
+    nodes: tuple[NodeId, ...] = ()  # chain nodes that hold the first `cached_prefix` rows, in order
 
 
 @dataclass(slots=True)

@@ -18,16 +18,22 @@ from enum import Enum
 from coordinator.frames import (
     DIGEST_BYTES,
     CopyRows,
+    DropNodes,
     Epoch,
     Frame,
     JobId,
     LaneId,
+    LoadNodes,
+    NodeId,
+    NodeSpan,
     OpenLane,
     Refusal,
     RefusalCode,
     Segment,
     Seq,
+    StoreNodes,
 )
+from coordinator.nodes import NodeTable
 
 _BLOCK = 1024  # tokens compared at once; any size gives the same answer
 
@@ -66,8 +72,10 @@ class Applied:
 
     standing: Standing
     segments: tuple[Segment, ...] = ()
-    copies: tuple[CopyRows, ...] = ()
+    moves: tuple[CopyRows | LoadNodes, ...] = ()  # what brings rows into lanes, in order
     refusals: tuple[Refusal, ...] = ()
+    stores: tuple[StoreNodes, ...] = ()  # with the spans that became nodes
+    lost: tuple[NodeId, ...] = ()  # nodes that were asked for or to be made, and are not there
 
 
 @dataclass(slots=True)
@@ -82,6 +90,7 @@ class Ledger:
 
     def __init__(self, lanes: int, max_rows: int, epoch: Epoch = Epoch(0), stage: int = 0) -> None:
         self.max_rows = max_rows
+        self.nodes = NodeTable()
         self._stage = stage
         self._lanes = [_Lane() for _ in range(lanes)]
         self.epoch = epoch
@@ -112,7 +121,7 @@ class Ledger:
     # What changes it
 
     def reset(self, epoch: Epoch) -> None:
-        """Opens an epoch: every row is void and the next frame is number 0."""
+        """Opens an epoch: every row is void and the next frame is number 0. Nodes stay: they lie in host memory."""
         self.epoch = epoch
         self.next_seq = Seq(0)
         self._lanes = [_Lane() for _ in self._lanes]
@@ -137,9 +146,12 @@ class Ledger:
             return Applied(standing)
         self.next_seq = Seq(frame.seq + 1)
         refused = self._block_all(refused_before)
-        copies, refusals = self._apply_ops(frame, refused)
+        moves, refusals, missing = self._apply_ops(frame, refused)
         segments = self._apply_segments(frame, refused, refusals)
-        return Applied(Standing.NEW, segments, tuple(copies), tuple(refusals))
+        stores, lost = self._store_all(frame, refused)
+        return Applied(
+            Standing.NEW, segments, tuple(moves), tuple(refusals), stores, (*missing, *lost)
+        )
 
     def _stand(self, frame: Frame) -> tuple[Standing, Refusal | None]:
         refusal = self._epoch_guard(frame) or self._order_guard(frame)
@@ -158,19 +170,29 @@ class Ledger:
 
     def _apply_ops(
         self, frame: Frame, refused: frozenset[LaneId]
-    ) -> tuple[list[CopyRows], list[Refusal]]:
-        copies: list[CopyRows] = []
+    ) -> tuple[list[CopyRows | LoadNodes], list[Refusal], list[NodeId]]:
+        moves: list[CopyRows | LoadNodes] = []
         refusals: list[Refusal] = []
+        missing: list[NodeId] = []
         for op in frame.ops:
-            lane = op.target if isinstance(op, CopyRows) else op.lane
-            if lane in refused:
+            if isinstance(op, DropNodes):
+                self.nodes.drop(op.nodes)
                 continue
-            refusal = self._copy(op) if isinstance(op, CopyRows) else self._open(op)
+            if (op.target if isinstance(op, CopyRows) else op.lane) in refused:
+                continue
+            if isinstance(op, LoadNodes):
+                missing.extend(self.nodes.missing(op.nodes))
+            refusal = self._apply_op(op)
             if refusal is not None:
                 refusals.append(refusal)
-            elif isinstance(op, CopyRows):
-                copies.append(op)
-        return copies, refusals
+            elif not isinstance(op, OpenLane):
+                moves.append(op)
+        return moves, refusals, missing
+
+    def _apply_op(self, op: OpenLane | CopyRows | LoadNodes) -> Refusal | None:
+        if isinstance(op, LoadNodes):
+            return self._load(op)
+        return self._copy(op) if isinstance(op, CopyRows) else self._open(op)
 
     def _apply_segments(
         self, frame: Frame, refused: frozenset[LaneId], refusals: list[Refusal]
@@ -198,6 +220,48 @@ class Ledger:
         del lane.tokens[op.cached_prefix :]
         lane.job, lane.blocked = op.job, None
         return None
+
+    def _load(self, op: LoadNodes) -> Refusal | None:
+        refusal = self._lane_guard(op.lane)
+        if refusal is not None:
+            return refusal
+        lane = self._lanes[op.lane]
+        refusal = self._node_guard(op) or self._gap_guard(op.lane, op.start) or self._lead_guard(op)
+        del lane.tokens[
+            op.start :
+        ]  # given up in any case: what follows a refusal starts from true rows
+        if refusal is not None:
+            lane.blocked = refusal
+            return refusal
+        lane.tokens.extend(self.nodes.tokens_of(op))
+        lane.job, lane.blocked = None, None
+        return None
+
+    def _store_all(
+        self, frame: Frame, refused: frozenset[LaneId]
+    ) -> tuple[tuple[StoreNodes, ...], list[NodeId]]:
+        """Makes nodes of valid rows; what rows do not bear out is lost, and the lane goes on."""
+        stores: list[StoreNodes] = []
+        lost: list[NodeId] = []
+        for op in frame.after:
+            made = [] if op.lane in refused or op.lane >= self.lanes else self._store(op)
+            if made:
+                stores.append(StoreNodes(op.lane, tuple(made)))
+            lost.extend(span.node for span in op.spans if span.node not in self.nodes)
+        return tuple(stores), lost
+
+    def _store(self, op: StoreNodes) -> list[NodeSpan]:
+        """The spans that are nodes now and were not before."""
+        made = []
+        tokens = self._lanes[op.lane].tokens
+        for span in op.spans:
+            if span.node in self.nodes:
+                continue
+            node = self.nodes.make(span, tokens)
+            if node is not None:
+                self.nodes.add(node)
+                made.append(span)
+        return made
 
     def _copy(self, op: CopyRows) -> Refusal | None:
         refusal = self._lane_guard(op.source) or self._lane_guard(op.target)
@@ -263,6 +327,23 @@ class Ledger:
             return None
         detail = f"starts at row {start}, but only {self.valid_rows(lane)} are valid"
         return self._refuse(RefusalCode.KV_GAP, lane, detail)
+
+    def _node_guard(self, op: LoadNodes) -> Refusal | None:
+        missing = self.nodes.missing(op.nodes)
+        if missing:
+            detail = f"{len(missing)} of {len(op.nodes)} nodes are not here"
+            return self._refuse(RefusalCode.KV_GAP, op.lane, detail)
+        fault = self.nodes.chain_fault(op)
+        if fault is not None:
+            return self._refuse(RefusalCode.BAD_FRAME, op.lane, fault)
+        if op.end > self.max_rows:
+            detail = f"loads up to row {op.end}, but a lane has {self.max_rows}"
+            return self._refuse(RefusalCode.ROW_LIMIT, op.lane, detail)
+        return None
+
+    def _lead_guard(self, op: LoadNodes) -> Refusal | None:
+        fault = self.nodes.lead_fault(op, self._lanes[op.lane].tokens)
+        return None if fault is None else self._refuse(RefusalCode.KV_CONTENT, op.lane, fault)
 
     def _content_guard(self, op: OpenLane) -> Refusal | None:
         if self.digest(op.lane, op.cached_prefix) == op.prefix_digest:

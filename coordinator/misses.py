@@ -1,64 +1,69 @@
 """Why a turn reused less than its session's last length.
 
-Remembers, for each session, how many rows held its tokens when its last turn ended. A reason is for
-the reader; nothing is decided by it.
+Remembers, for each session, the tokens whose rows lay in its lane when its last turn ended. A reason is for the
+reader; nothing is decided by it.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.frames import Epoch
+from coordinator.ledger import common_prefix
 from coordinator.requests import Miss, MissKind, Request, SessionId
+
+# Of all sessions together, 4 bytes each: 128 MB.
+_MOST_TOKENS = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Length:
-    rows: int
+class _Past:
+    tokens: array[int]
     epoch: Epoch
 
 
-class SessionLengths:
-    def __init__(self, limit: int) -> None:
+class SessionPasts:
+    """What each session's last turn left; the one that ended longest ago is forgotten first."""
+
+    def __init__(self, limit: int, most_tokens: int = _MOST_TOKENS) -> None:
         self._limit = limit
-        self._lengths: OrderedDict[SessionId, _Length] = OrderedDict()
+        self._room = most_tokens
+        self._pasts: OrderedDict[SessionId, _Past] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self._pasts)
 
-    def ended(self, session: SessionId, rows: int, epoch: Epoch) -> None:
-        self._lengths[session] = _Length(rows, epoch)
-        self._lengths.move_to_end(session)
-        while len(self._lengths) > self._limit:
-            self._lengths.popitem(last=False)
+    def ended(self, session: SessionId, tokens: Sequence[int], epoch: Epoch) -> None:
+        self.forget(session)
+        self._pasts[session] = _Past(array("i", tokens), epoch)
+        self._room -= len(tokens)
+        while len(self._pasts) > self._limit or (self._room < 0 and len(self._pasts) > 1):
+            self.forget(next(iter(self._pasts)))
 
     def forget(self, session: SessionId) -> None:
-        self._lengths.pop(session, None)
+        past = self._pasts.pop(session, None)
+        self._room += len(past.tokens) if past is not None else 0
 
-    def miss(
-        self, request: Request, *, cached_prefix: int, epoch: Epoch, has_lane: bool
-    ) -> Miss | None:
-        """`has_lane`: a lane still holds rows of the request's session. None: everything was
-        reused.
-        """
+    def miss(self, request: Request, *, cached_prefix: int, epoch: Epoch) -> Miss | None:
+        """None: everything that the session's last turn left was reused, or nothing was promised."""
         if request.session is None:
-            return None  # nothing was promised
-        known = self._lengths.get(request.session)
+            return None
+        past = self._pasts.get(request.session)
         if request.moved:
             return Miss(MissKind.RING_LOST)
-        if known is None:
+        if past is None:
             return Miss(MissKind.NEW_SESSION)
-        if cached_prefix >= min(known.rows, len(request.prompt) - 1):
+        last = len(request.prompt) - 1
+        if cached_prefix >= min(len(past.tokens), last):
             return None
-        if known.epoch != epoch:
-            return Miss(MissKind.RING_LOST)
-        if not has_lane:
-            return Miss(MissKind.EVICTED)
-        return Miss(
-            MissKind.DIVERGED, cached_prefix, _message_of(request.boundaries, cached_prefix)
-        )
+        shared = min(common_prefix(past.tokens, request.prompt), last)
+        if cached_prefix < shared:
+            return Miss(MissKind.RING_LOST if past.epoch != epoch else MissKind.EVICTED)
+        return Miss(MissKind.DIVERGED, shared, _message_of(request.boundaries, shared))
 
 
 def _message_of(boundaries: tuple[int, ...], row: int) -> int | None:

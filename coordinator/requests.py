@@ -78,6 +78,7 @@ class Request:
     sampling: SamplingSpec = GREEDY
     max_new_tokens: int = UNLIMITED
     boundaries: tuple[int, ...] = ()  # rising token indices at which a chat message begins
+    anchor: int = 0  # the token index at which tools and system prompt end; 0: unknown
     stop_tokens: frozenset[int] = frozenset()
     session: SessionId | None = None
     reuse: bool = (
@@ -91,6 +92,8 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InvalidValue("prompt", "has no tokens")
+        if not 0 <= self.anchor <= len(self.prompt):
+            raise InvalidValue("anchor", f"must be between 0 and {len(self.prompt)}")
         if self.max_new_tokens < 1:
             raise InvalidValue("max_new_tokens", f"must be at least 1, got {self.max_new_tokens}")
         if abs(self.priority) > MAX_PRIORITY:

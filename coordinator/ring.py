@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.frames import Epoch, Frame, Reply
+from coordinator.nodes import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class RingInfo:
     numerics: str  # the probe's verdict in words
     exact: bool  # rows are bit-identical however a prompt is cut
     devices: tuple[str, ...]  # one a stage
+    host_rows: int = 0  # rows that every stage's host store has room for; 0: no store
+    stored: tuple[Node, ...] = ()  # chain nodes that every stage has from before, parents first
     lends_cores: bool = (
         False  # a frame that is alone in the ring is computed by more cores than a stage's own
     )

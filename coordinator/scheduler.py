@@ -7,12 +7,12 @@ stages by exactly the frames in flight. Invariant: a frame that the replica refu
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from coordinator.admission import Admission
-from coordinator.batch import Batch
+from coordinator.batch import Batch, Filler
 from coordinator.config import SchedulerSettings
 from coordinator.costs import Costs
 from coordinator.counts import Counter, RingCounts
@@ -34,7 +34,9 @@ from coordinator.events import (
     Fail,
     JobEnded,
     JobSatisfied,
+    NodeDropped,
     OpenEpoch,
+    PrefixPinned,
     ReplyArrived,
     ReplyOverdue,
     RingDown,
@@ -56,12 +58,13 @@ from coordinator.frames import (
     SegmentKind,
     SegmentReply,
     Seq,
+    StoreNodes,
 )
 from coordinator.jobs import Job, Phase
 from coordinator.ledger import Ledger, Standing
 from coordinator.requests import Finished, FinishReason, Request, Started
+from coordinator.retention import Retention
 from coordinator.ring import RingInfo
-from coordinator.speculation import plan_speculation
 
 # Frames in flight beyond one a stage, so that no stage waits for the coordinator's turn-around.
 _SPARE_FRAMES = 1
@@ -82,7 +85,8 @@ class Scheduler:
         self._info = info
         self._settings = settings
         self.ledger = Ledger(info.lanes, info.max_rows)
-        self._admission = Admission(info, settings, self.ledger)
+        self.retention = Retention(info, self.ledger)
+        self._admission = Admission(info, settings, self.ledger, self.retention)
         self.lanes = self._admission.lanes
         self._jobs: dict[JobId, Job] = {}  # with a lane, in the order of their admission
         self._queue = FairQueue()
@@ -91,6 +95,7 @@ class Scheduler:
         self._down: str | None = None
         self._barren_epochs = 0
         self._costs = Costs(info.stages)
+        self._filler = Filler(info, settings, self._costs)
         self._counter = Counter(info.stages)
         self._story: deque[str] = deque(maxlen=_STORY_EVENTS)
         self._actions: list[Action] = []
@@ -107,7 +112,7 @@ class Scheduler:
 
     @property
     def sessions(self) -> int:
-        return len(self._admission.lengths)
+        return len(self._admission.pasts)
 
     @property
     def down(self) -> str | None:
@@ -117,6 +122,16 @@ class Scheduler:
     @property
     def counts(self) -> RingCounts:
         return self._counter.totals
+
+    def usable_prefix(self, prompt: Sequence[int]) -> int:
+        """How many of the prompt's first tokens need no computing here. Changes nothing."""
+        return self._admission.usable_prefix(prompt)
+
+    def held_prefix(self, prefix: Sequence[int]) -> int:
+        """How many of its tokens' rows lie in one lane or in the store."""
+        lanes = map(LaneId, range(self._info.lanes))
+        in_lanes = max(self.ledger.usable_prefix(lane, prefix) for lane in lanes)
+        return max(in_lanes, self.retention.index.match(prefix).rows)
 
     @property
     def oldest_in_flight(self) -> Seq | None:
@@ -161,6 +176,10 @@ class Scheduler:
                 pass  # the frame that waited for it is made below
             case SessionClosed(session):
                 self._admission.close_session(session)
+            case PrefixPinned(prefix):
+                self._store(self.retention.pin(prefix) if self._epoch_open else None)
+            case NodeDropped(node):
+                self.retention.index.lose([node])
         self._pump(event.now)
         return self._actions
 
@@ -219,6 +238,7 @@ class Scheduler:
                 )
                 return
         self._barren_epochs = 0
+        self.retention.answered(frame, reply)
         self._counter.answered(frame, reply)
         self._costs.learn(frame, reply, {job.phase for job in self._jobs.values()})
         answers = {answer.lane: answer for answer in reply.segments}
@@ -250,7 +270,7 @@ class Scheduler:
         if job.announced:
             return
         job.announced = True
-        self._counter.admitted(job.prompt_tokens, job.cached_prefix)
+        self._counter.admitted(job)
         assert job.lane is not None
         started = Started(self._ring, job.lane, job.prompt_tokens, job.cached_prefix, job.miss)
         self._actions.append(Emit(job.id, started))
@@ -278,6 +298,7 @@ class Scheduler:
                 f"{self._barren_epochs} epochs without a good reply; the last: {reason}"
             )
             return
+        self.retention.voided(self._in_flight.values())
         for job in reversed(self._jobs.values()):
             job.requeue()
             self._queue.push_front(job)
@@ -298,11 +319,18 @@ class Scheduler:
     # Frames
 
     def _pump(self, now: float) -> None:
-        while self._epoch_open and len(self._in_flight) < self._flight_limit():
-            batch = self._next_batch(now)
+        while self._epoch_open and self._computing < self._flight_limit():
+            batch = self._filler.fill(tuple(self._jobs.values()), partial(self._admit, now), now)
             if not batch.segments:
-                return
+                break
             self._send(batch)
+        if self._epoch_open and not self._jobs and not self._queue and not self._in_flight:
+            self._store(self.retention.at_leisure())
+
+    @property
+    def _computing(self) -> int:
+        """Frames in flight that stages compute rows for; others cost no time to speak of."""
+        return sum(bool(frame.segments) for frame in self._in_flight.values())
 
     def _flight_limit(self) -> int:
         """A spare frame hides the turn-around; beside a decoding job it would be one more to wait for."""
@@ -310,58 +338,14 @@ class Scheduler:
         mixed = len(phases) > 1 or (Phase.DECODE in phases and len(self._queue) > 0)
         return self._info.stages + (0 if mixed else _SPARE_FRAMES)
 
-    def _next_batch(self, now: float) -> Batch:
-        """Decoding first, then prefill chunks of whoever was served longest ago, then at most one newcomer.
-
-        One newcomer a frame: its lane is chosen by the replica, which knows only frames that were sent.
-        """
-        batch = Batch(self._settings.frame_rows, whole_chunks=not self._info.exact)
-        decoding = [job for job in self._jobs.values() if job.phase is Phase.DECODE]
-        self._add_verifies(batch, decoding, now)
-        if decoding:
-            stretch = self._settings.max_stretch
-            batch.limit(self._costs.stretched_rows(stretch, len(decoding)))
-        if batch.room > 0:
-            newcomer = self._admit(now)
-            self._add_prefills(batch, newcomer)
-        return batch
-
-    def _add_prefills(self, batch: Batch, newcomer: Job | None) -> None:
-        """Equal shares of the room; where that is too little to share, whoever was served longest ago."""
-        waiting = [job for job in self._jobs.values() if job.wants_prefill and job is not newcomer]
-        waiting.sort(key=lambda job: job.served)
-        if newcomer is not None:
-            waiting.insert(0, newcomer)
-        for place, job in enumerate(waiting):
-            if batch.room < 1:
-                return
-            share = batch.room // (len(waiting) - place)
-            batch.add_prefill(job, max(share, self._settings.min_chunk_rows))
-
-    def _add_verifies(self, batch: Batch, decoding: Sequence[Job], now: float) -> None:
-        # Not all in one frame: while one stage computes these, the other needs some too.
-        share = math.ceil(len(decoding) / self._info.stages)
-        widest = max(1, self._settings.frame_rows // max(share, 1))
-        for job in decoding:
-            plan = plan_speculation(
-                job.drafts_right.rate,
-                call_rows=self._costs.frames.call_rows,
-                jobs=len(self._jobs),
-                stages=self._info.stages,
-                max_width=min(self._settings.max_drafts + 1, widest),
-                draft_rows=self._costs.frames.rows_in(job.draft_time.per_token_s),
-            )
-            segment = job.verify_segment(plan, now) if len(batch.segments) < share else None
-            if segment is not None:
-                batch.add(job, segment)
-
     def _admit(self, now: float) -> Job | None:
         """Gives the next waiting job a lane, if one is free."""
         if self.lanes.busy == self._info.lanes:
             return None
         for job in self._queue.heads():
             alone = not self._jobs and len(self._queue) == 1
-            if self._admission.seat(job, self._jobs.values(), now, alone=alone):
+            running = self._jobs.values()
+            if self._admission.seat(job, running, now, alone=alone, store=self._store):
                 self._queue.take(job)
                 self._jobs[job.id] = job
                 return job
@@ -375,14 +359,28 @@ class Scheduler:
         return self._info.lends_cores and only and ends_prompt
 
     def _send(self, batch: Batch) -> None:
-        frame = batch.frame(self.ledger.epoch, self.ledger.next_seq, alone=self._is_alone(batch))
+        drops = self.retention.drops()
+        frame = batch.frame(
+            self.ledger.epoch, self.ledger.next_seq, drops, alone=self._is_alone(batch)
+        )
+        self._dispatch(frame)
+        for segment in frame.segments:
+            self._jobs[segment.job].sent(segment, frame.seq)
+
+    def _store(self, op: StoreNodes | None) -> None:
+        """A frame of its own, without rows."""
+        drops = self.retention.drops()
+        if op is not None or drops:
+            after = () if op is None else (op,)
+            self._dispatch(Frame(self.ledger.epoch, self.ledger.next_seq, ops=drops, after=after))
+
+    def _dispatch(self, frame: Frame) -> None:
         applied = self.ledger.apply(frame)
-        if applied.standing is not Standing.NEW or applied.refusals:
+        if applied.standing is not Standing.NEW or applied.refusals or applied.lost:
             raise BrokenInvariant(
                 f"the replica refuses its own frame: {applied}", tuple(self._story)
             )
-        for segment in frame.segments:
-            self._jobs[segment.job].sent(segment, frame.seq)
+        self.retention.sent(frame)
         self._in_flight[frame.seq] = frame
         self._actions.append(Send(frame))
 

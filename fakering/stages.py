@@ -17,6 +17,7 @@ from coordinator.frames import (
     Frame,
     LaneId,
     LaneRows,
+    Op,
     OpenLane,
     Refusal,
     RefusalCode,
@@ -24,6 +25,7 @@ from coordinator.frames import (
     Segment,
     SegmentReply,
     StageTiming,
+    lanes_of,
 )
 from coordinator.ledger import Ledger, Standing
 from fakering.faults import CorruptRow, Refuse, Restart, StageFault
@@ -82,8 +84,9 @@ class FakeStage:
         refusals = (
             applied.refusals if applied.standing is Standing.REFUSED else own + applied.refusals
         )
-        for copy in applied.copies:
-            self.rows.copy(copy.source, copy.target, copy.rows)
+        for move in applied.moves:
+            if isinstance(move, CopyRows):
+                self.rows.copy(move.source, move.target, move.rows)
         made = tuple(self._compute(segment, parcel) for segment in applied.segments)
         refusals = (*parcel.refusals, *refusals)
         return replace(parcel, activations=made, refusals=refusals, lanes=self._least(parcel))
@@ -154,7 +157,7 @@ class FakeStage:
         """Only a frame that is going to be applied has its claims checked."""
         return (frame.epoch, frame.seq) == (self.ledger.epoch, self.ledger.next_seq)
 
-    def _corrupt(self, fault: CorruptRow, op: OpenLane | CopyRows) -> None:
+    def _corrupt(self, fault: CorruptRow, op: Op) -> None:
         if not isinstance(op, OpenLane) or op.lane >= self.ledger.lanes:
             return
         row = fault.row % op.cached_prefix
@@ -166,13 +169,13 @@ class FakeStage:
             self.ledger._lanes[op.lane].tokens[row] ^= 1
 
 
-def reopens(op: OpenLane | CopyRows) -> bool:
+def reopens(op: Op) -> bool:
     """Whether the op opens a lane whose first rows are to be reused."""
     return isinstance(op, OpenLane) and op.cached_prefix > 0
 
 
 def _touched(frame: Frame) -> tuple[LaneId, ...]:
-    ops = (op.target if isinstance(op, CopyRows) else op.lane for op in frame.ops)
+    ops = lanes_of(frame.ops)
     return tuple(dict.fromkeys((*ops, *(segment.lane for segment in frame.segments))))
 
 

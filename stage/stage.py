@@ -21,16 +21,19 @@ from torch import Tensor
 from coordinator.errors import InvalidValue
 from coordinator.frames import (
     CopyRows,
+    DropNodes,
     Epoch,
     Frame,
     LaneId,
     LaneRows,
+    LoadNodes,
     Refusal,
     RefusalCode,
     Reply,
     Segment,
     SegmentReply,
     StageTiming,
+    lanes_of,
 )
 from coordinator.ledger import Applied, Ledger, Standing
 from stage.attention import RowSegment
@@ -161,8 +164,10 @@ class Stage:
         rows = self.model.rows
         for op in frame.ops:
             if isinstance(op, CopyRows):
-                if op in applied.copies:
+                if op in applied.moves:
                     rows.copy_rows(op.source, op.target, op.rows)
+            elif isinstance(op, LoadNodes | DropNodes):
+                raise NotImplementedError
             elif op.lane not in refused:
                 # Void rows are zeroed: a mask does not keep one conversation's NaN from the next one.
                 rows.clear(op.lane, op.cached_prefix)
@@ -287,7 +292,7 @@ def _with_timing(
 
 
 def _touched(frame: Frame) -> tuple[LaneId, ...]:
-    ops = [op.target if isinstance(op, CopyRows) else op.lane for op in frame.ops]
+    ops = lanes_of(frame.ops)
     return tuple(dict.fromkeys((*ops, *(segment.lane for segment in frame.segments))))
 
 

@@ -103,7 +103,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model[target] = NaiveLane(blocked=True)
             return
         applied = self.feed((copy, self.opening(target, have[:rows])))
-        assert applied.copies == (copy,)
+        assert applied.moves == (copy,)
         self.expect(applied, target, None)
         self.model[target] = NaiveLane(have[:rows], self.jobs)
 

@@ -70,7 +70,7 @@ def test_an_unopened_lane_takes_nothing(ledger: Ledger) -> None:
 def test_a_copied_lane_takes_nothing_before_it_is_opened(ledger: Ledger) -> None:
     feed(ledger, open_lane(A), open_lane(B), write(A, 0, 1, 2), write(B, 0, 7, 8, 9))
     applied = feed(ledger, CopyRows(A, B, 2), write(B, 2, 5))
-    assert applied.copies == (CopyRows(A, B, 2),)
+    assert applied.moves == (CopyRows(A, B, 2),)
     assert codes(applied) == [(RefusalCode.BAD_FRAME, B)]
     assert ledger.tokens(B) == (1, 2)
 

@@ -1,0 +1,60 @@
+"""Anchors: heads of tools and system prompt, and what operators ask for, pinned in the chain store.
+
+Decides what stays pinned, within a part of the store, and which head gives way to a newer one. What an operator pinned
+stays until he drops it. A pin keeps rows; it is never a reason to reuse them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from coordinator.chain import ChainIndex
+from coordinator.frames import NodeId
+
+# Heads keep at most this part of the store, and operators' pins as much again: pins that fill it would leave
+# conversations no room.
+_SHARE = 0.25
+
+
+class Anchors:
+    def __init__(self, index: ChainIndex) -> None:
+        self._index = index
+        self._heads: OrderedDict[NodeId, tuple[NodeId, ...]] = OrderedDict()  # by their last node
+        self._by_hand: dict[NodeId, tuple[NodeId, ...]] = {}
+
+    def room_by_hand(self) -> int:
+        """Rows that operators may still pin."""
+        known = {node for nodes in self._by_hand.values() for node in nodes if node in self._index}
+        pinned = sum(self._index.node(node).rows for node in known)
+        return max(0, int(self._index.capacity * _SHARE) - pinned)
+
+    def pin(self, prefix: Sequence[int]) -> bool:
+        """Pins a prefix until it is dropped; False where the store does not hold all of it."""
+        nodes = self._nodes_of(prefix)
+        if not nodes:
+            return False
+        if not self._holds(self._by_hand, nodes[-1]):
+            self._index.pin(nodes)
+            self._by_hand[nodes[-1]] = nodes
+        return True
+
+    def want(self, head: Sequence[int]) -> None:
+        """Pins a head's nodes, if they are there; those wanted longest ago give way where the room ends."""
+        nodes = self._nodes_of(head)
+        if not nodes:
+            return
+        if not self._holds(self._heads, nodes[-1]):
+            self._index.pin(nodes)
+            self._heads[nodes[-1]] = nodes
+        self._heads.move_to_end(nodes[-1])
+        while self._heads and self._index.pinned_rows > 2 * self._index.capacity * _SHARE:
+            self._index.unpin(self._heads.popitem(last=False)[1])
+
+    def _nodes_of(self, prefix: Sequence[int]) -> tuple[NodeId, ...]:
+        match = self._index.match(prefix)
+        return match.nodes if match.rows == len(prefix) else ()
+
+    def _holds(self, pins: dict[NodeId, tuple[NodeId, ...]], last: NodeId) -> bool:
+        """A pin whose nodes were lost meanwhile holds nothing, though they may be there again."""
+        return last in pins and self._index.is_pinned(last)

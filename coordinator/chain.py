@@ -1,0 +1,281 @@
+"""The chain index: which rows are worth keeping as nodes, which nodes hold a prompt's rows, and which go first.
+
+The one index that decides; stages obey. Rows are stored in blocks of NODE_ROWS under the block before them, with a
+shorter last one. A look-up changes nothing. A node counts from when every stage has acknowledged it. Beyond the room
+that every stage has, leaves go first, the one used longest ago before all others; pinned ones stay. Pure bookkeeping:
+it sends nothing, and what it gives up must be sent as DropNodes before whatever it hands out next.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from coordinator.frames import NodeId, NodeSpan
+from coordinator.ledger import common_prefix
+from coordinator.nodes import Node, node_id
+
+# Rows of a node: 3 MB of SmolLM2 in float32, 4 MB of a 27B model in bfloat16. Large enough that a conversation of
+# 100,000 tokens is a chain of 1,600, small enough that the part of a block lost at its end costs little.
+NODE_ROWS = 64
+# A shorter rest is computed again sooner than it is kept.
+MIN_TAIL_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChainMatch:
+    """The nodes, in order, that hold a prompt's first `rows` rows; the last one may hold others behind them."""
+
+    nodes: tuple[NodeId, ...] = ()
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node that every stage holds, for whoever looks."""
+
+    id: NodeId
+    parent: NodeId
+    start: int
+    end: int
+    pinned: bool
+
+
+@dataclass(slots=True)
+class _Entry:
+    node: Node
+    used: int
+    published: bool
+    pins: int = 0
+    children: set[NodeId] = field(default_factory=set)
+
+
+class ChainIndex:
+    """`capacity` counts rows that every stage has room for."""
+
+    def __init__(self, root: NodeId, capacity: int, stored: Iterable[Node] = ()) -> None:
+        """`stored`: nodes that every stage has from before, parents first."""
+        self.capacity = capacity
+        self.rows = 0
+        self.pinned_rows = 0
+        self._root = root
+        self._entries: dict[NodeId, _Entry] = {}
+        self._firsts: dict[tuple[NodeId, int], set[NodeId]] = {}  # by parent and first token
+        self._leaves: list[
+            tuple[int, NodeId]
+        ] = []  # a heap; what is no longer true in it is skipped
+        self._dropped: list[NodeId] = []
+        self._tick = 0
+        for node in stored:
+            if node.parent == root or node.parent in self._entries:
+                self._add(node, published=True)
+            else:
+                self._dropped.append(node.id)
+        self._make_room(0, frozenset())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, node: NodeId) -> bool:
+        return node in self._entries
+
+    # What is there
+
+    def match(self, tokens: Sequence[int]) -> ChainMatch:
+        """The deepest published chain over the first tokens. Changes nothing."""
+        parent, depth, path = self._root, 0, []
+        while depth < len(tokens):
+            best, rows = self._best_child(parent, tokens[depth : depth + NODE_ROWS])
+            if best is None:
+                break
+            path.append(best)
+            depth += rows
+            if rows < NODE_ROWS:
+                break
+            parent = best
+        return ChainMatch(tuple(path), depth)
+
+    def _best_child(self, parent: NodeId, block: Sequence[int]) -> tuple[NodeId | None, int]:
+        best, longest = None, 0
+        for child in self._firsts.get((parent, block[0]), ()):
+            entry = self._entries[child]
+            rows = common_prefix(entry.node.tokens, block) if entry.published else 0
+            if rows > longest:
+                best, longest = child, rows
+        return best, longest
+
+    def node(self, node: NodeId) -> Node:
+        return self._entries[node].node
+
+    def nodes(self) -> Iterator[Node]:
+        return (entry.node for entry in self._entries.values() if entry.published)
+
+    def statuses(self) -> Iterator[NodeStatus]:
+        for entry in self._entries.values():
+            node = entry.node
+            if entry.published:
+                yield NodeStatus(node.id, node.parent, node.start, node.end, entry.pins > 0)
+
+    def is_pinned(self, node: NodeId) -> bool:
+        return self._entries[node].pins > 0
+
+    # What is stored
+
+    def store(
+        self, tokens: Sequence[int], ends: Collection[int] = (), most: int | None = None
+    ) -> tuple[NodeSpan, ...]:
+        """Nodes to be made of a lane's rows that have none yet, as many of the first as room can be made for.
+
+        `ends`: row counts at which a node shall end too; `most`: how many nodes at once.
+        The caller sends them, behind what take_drops() gives.
+        """
+        wanted = tuple(islice(self._missing(tokens, ends), most))
+        keep = frozenset(self._path(tokens))
+        made: list[NodeSpan] = []
+        for node in wanted:
+            self._supersede(node)
+            if node.parent != self._root and node.parent not in self._entries:
+                continue  # its parent found no room
+            if not self._make_room(node.rows, keep | {span.node for span in made}):
+                break
+            self._add(node, published=False)
+            made.append(NodeSpan(node.id, node.parent, node.start, node.end))
+        return tuple(made)
+
+    def use(self, nodes: Iterable[NodeId]) -> None:
+        """A job goes on from these nodes: they are given up last."""
+        self._tick += 1
+        for node in nodes:
+            entry = self._entries.get(node)
+            if entry is not None:
+                entry.used = self._tick
+                self._push_leaf(entry)
+
+    def publish(self, nodes: Iterable[NodeId]) -> None:
+        """Every stage has them."""
+        for node in nodes:
+            if node in self._entries:
+                self._entries[node].published = True
+
+    def lose(self, nodes: Iterable[NodeId]) -> None:
+        """Some stage lacks them: they go everywhere, with all that hangs on them."""
+        for node in nodes:
+            if node not in self._entries:
+                self._dropped.append(node)
+            for gone in self._below(node):
+                self._drop(gone)
+
+    def take_drops(self) -> tuple[NodeId, ...]:
+        """What is to be dropped by the stages before anything else is stored; asked once, it is the caller's."""
+        dropped, self._dropped = tuple(dict.fromkeys(self._dropped)), []
+        return dropped
+
+    # What stays
+
+    def pin(self, nodes: Sequence[NodeId]) -> None:
+        for node in nodes:
+            entry = self._entries[node]
+            self.pinned_rows += entry.node.rows if entry.pins == 0 else 0
+            entry.pins += 1
+
+    def unpin(self, nodes: Sequence[NodeId]) -> None:
+        """Nodes that are gone meanwhile are ignored."""
+        for node in nodes:
+            entry = self._entries.get(node)
+            if entry is None or not entry.pins:
+                continue
+            entry.pins -= 1
+            self.pinned_rows -= entry.node.rows if entry.pins == 0 else 0
+            self._push_leaf(entry)
+
+    # Inside
+
+    def _missing(self, tokens: Sequence[int], ends: Collection[int]) -> Iterator[Node]:
+        parent = self._root
+        for start in range(0, len(tokens), NODE_ROWS):
+            end = min(start + NODE_ROWS, len(tokens))
+            for stop in sorted(e for e in ends if start < e < end):
+                yield from self._unless_known(parent, start, tokens[start:stop])
+            if end - start < NODE_ROWS and end - start < MIN_TAIL_ROWS and end not in ends:
+                return
+            block = array("i", tokens[start:end])
+            yield from self._unless_known(parent, start, block)
+            parent = node_id(parent, block)
+
+    def _unless_known(self, parent: NodeId, start: int, block: Sequence[int]) -> Iterator[Node]:
+        node = node_id(parent, block)
+        if node not in self._entries:
+            yield Node(node, parent, start, array("i", block))
+
+    def _path(self, tokens: Sequence[int]) -> Iterator[NodeId]:
+        """The whole blocks of these tokens that are known."""
+        parent = self._root
+        for start in range(0, len(tokens) - NODE_ROWS + 1, NODE_ROWS):
+            parent = node_id(parent, tokens[start : start + NODE_ROWS])
+            if parent not in self._entries:
+                return
+            yield parent
+
+    def _supersede(self, node: Node) -> None:
+        """A shorter block with the same tokens holds nothing that this one does not."""
+        for sibling in tuple(self._firsts.get((node.parent, node.tokens[0]), ())):
+            entry = self._entries[sibling]
+            shorter = entry.node.rows < node.rows and not entry.pins
+            if shorter and entry.published and node.tokens[: entry.node.rows] == entry.node.tokens:
+                self._drop(sibling)
+
+    def _make_room(self, rows: int, keep: frozenset[NodeId]) -> bool:
+        set_aside = []
+        while self.rows + rows > self.capacity and self._leaves:
+            item = heapq.heappop(self._leaves)
+            entry = self._entries.get(item[1])
+            if entry is None or entry.children or entry.pins or entry.used != item[0]:
+                continue
+            if entry.node.id in keep or not entry.published:
+                set_aside.append(item)
+                continue
+            self._drop(entry.node.id)
+        for item in set_aside:
+            heapq.heappush(self._leaves, item)
+        return self.rows + rows <= self.capacity
+
+    def _add(self, node: Node, *, published: bool) -> None:
+        entry = _Entry(node, self._tick, published)
+        self._entries[node.id] = entry
+        self._firsts.setdefault((node.parent, node.tokens[0]), set()).add(node.id)
+        if node.parent in self._entries:
+            self._entries[node.parent].children.add(node.id)
+        self.rows += node.rows
+        self._push_leaf(entry)
+
+    def _drop(self, node: NodeId) -> None:
+        entry = self._entries.pop(node)
+        first = (entry.node.parent, entry.node.tokens[0])
+        self._firsts[first].discard(node)
+        if not self._firsts[first]:
+            del self._firsts[first]
+        parent = self._entries.get(entry.node.parent)
+        if parent is not None:
+            parent.children.discard(node)
+            self._push_leaf(parent)
+        self.rows -= entry.node.rows
+        self.pinned_rows -= entry.node.rows if entry.pins else 0
+        self._dropped.append(node)
+
+    def _push_leaf(self, entry: _Entry) -> None:
+        if not entry.children:
+            heapq.heappush(self._leaves, (entry.used, entry.node.id))
+        if len(self._leaves) > 4 * len(self._entries) + NODE_ROWS:
+            self._leaves = [(e.used, e.node.id) for e in self._entries.values() if not e.children]
+            heapq.heapify(self._leaves)
+
+    def _below(self, node: NodeId) -> list[NodeId]:
+        """The node and all that hang on it, children before parents."""
+        order, stack = [], [node] if node in self._entries else []
+        while stack:
+            order.append(stack.pop())
+            stack.extend(self._entries[order[-1]].children)
+        return order[::-1]

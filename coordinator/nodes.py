@@ -1,0 +1,119 @@
+"""Chain nodes: blocks of tokens under a parent, and the table of those that a replica knows.
+
+Part of the replicated state machine: frames change the table, on the coordinator and on every stage alike. Decides
+what a node's identity is and whether rows of a lane may come from nodes or become some. It holds no rows, and does
+not know which nodes are worth keeping: the chain index does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coordinator.frames import DIGEST_BYTES, LoadNodes, NodeId, NodeSpan
+
+
+def root_of(fingerprint: str) -> NodeId:
+    """The parent of all chains of one model: rows of another model never match."""
+    return NodeId(hashlib.blake2b(fingerprint.encode(), digest_size=DIGEST_BYTES).digest())
+
+
+def node_id(parent: NodeId, tokens: Sequence[int]) -> NodeId:
+    raw = array("i", tokens).tobytes()
+    return NodeId(hashlib.blake2b(parent + raw, digest_size=DIGEST_BYTES).digest())
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Rows [start, end) of every sequence that begins with its ancestors' tokens and its own."""
+
+    id: NodeId
+    parent: NodeId
+    start: int
+    tokens: array[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+
+class NodeTable:
+    """Which nodes exist. A match always compares tokens; an id alone proves nothing."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[NodeId, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, node: NodeId) -> bool:
+        return node in self._nodes
+
+    def __getitem__(self, node: NodeId) -> Node:
+        return self._nodes[node]
+
+    def ids(self) -> tuple[NodeId, ...]:
+        return tuple(self._nodes)
+
+    def add(self, node: Node) -> None:
+        self._nodes.setdefault(node.id, node)
+
+    def drop(self, nodes: Iterable[NodeId]) -> None:
+        for node in nodes:
+            self._nodes.pop(node, None)
+
+    def missing(self, nodes: Iterable[NodeId]) -> tuple[NodeId, ...]:
+        return tuple(node for node in nodes if node not in self._nodes)
+
+    def chain_fault(self, op: LoadNodes) -> str | None:
+        """Why the op's nodes, all of which are known, do not make up its rows."""
+        nodes = [self._nodes[node] for node in op.nodes]
+        if not nodes[0].start <= op.start < nodes[0].end:
+            return f"row {op.start} does not lie in the first node"
+        if not nodes[-1].start < op.end <= nodes[-1].end:
+            return f"row {op.end - 1} does not lie in the last node"
+        for parent, child in zip(nodes, nodes[1:], strict=False):
+            if (child.parent, child.start) != (parent.id, parent.end):
+                return "the nodes are no chain"
+        return None
+
+    def lead_fault(self, op: LoadNodes, lane: Sequence[int]) -> str | None:
+        """Why the lane's rows before `start` are not those that the nodes were computed behind."""
+        return self._chain_differs(op.nodes[0], lane, op.start)
+
+    def tokens_of(self, op: LoadNodes) -> array[int]:
+        """The tokens of rows [start, end)."""
+        out = array("i")
+        for id_ in op.nodes:
+            node = self._nodes[id_]
+            out.extend(node.tokens[max(0, op.start - node.start) : op.end - node.start])
+        return out
+
+    def make(self, span: NodeSpan, lane: Sequence[int]) -> Node | None:
+        """The node that these rows of a lane are, or None where they are not what the span claims."""
+        tokens = array("i", lane[span.start : span.end])
+        if len(tokens) != span.end - span.start or node_id(span.parent, tokens) != span.node:
+            return None
+        if span.start > 0 and self._chain_differs(span.parent, lane, span.start) is not None:
+            return None
+        return Node(span.node, span.parent, span.start, tokens)
+
+    def _chain_differs(self, last: NodeId, lane: Sequence[int], end: int) -> str | None:
+        """How the first `end` rows of a lane differ from those of a chain that reaches over them."""
+        node = self._nodes.get(last)
+        if node is not None and node.end < end:
+            return f"the chain ends at row {node.end}"
+        while node is not None:
+            have = array("i", lane[node.start : min(node.end, end)])
+            if have != node.tokens[: len(have)]:
+                return f"rows {node.start} to {node.end} hold other tokens than the chain"
+            if node.start == 0:
+                return None
+            node = self._nodes.get(node.parent)
+        return "a node of the chain is gone"

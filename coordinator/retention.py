@@ -1,0 +1,132 @@
+"""The retention policy: when a lane's rows are written back to the chain store, and what of it stays pinned.
+
+Decides which rows become nodes: those of a lane that is about to be overwritten, and, while the ring has nothing
+else to do, those of lanes at rest, a few at a time so that real work never waits for more than one frame. It sends
+nothing: it hands out ops, and takes the replies' word for what became of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coordinator.anchors import Anchors
+from coordinator.chain import MIN_TAIL_ROWS, ChainIndex
+from coordinator.frames import DropNodes, Frame, LaneId, NodeId, Op, Reply, Seq, StoreNodes
+from coordinator.ledger import Ledger
+from coordinator.nodes import root_of
+from coordinator.ring import RingInfo
+
+# Nodes of one idle frame: their rows are copied in a few milliseconds, which is what real work may have to wait.
+_IDLE_NODES = 8
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """Nodes under way: the reply to their frame commits them, or aborts those that it reports as lost."""
+
+    nodes: tuple[NodeId, ...]
+    head: tuple[int, ...]  # the lane's tokens up to its anchor
+    asked: tuple[int, ...] = ()  # a prefix that an operator wants pinned
+
+
+class Retention:
+    def __init__(self, info: RingInfo, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.index = ChainIndex(root_of(info.model_fingerprint), info.host_rows, info.stored)
+        self.anchors = Anchors(self.index)
+        self._tickets: dict[Seq, _Ticket] = {}
+        self._heads: dict[LaneId, int] = {}  # where the head of a lane's last job ends
+        self._at_rest: OrderedDict[LaneId, None] = (
+            OrderedDict()
+        )  # lanes with rows not yet looked at
+        self._asked: tuple[int, ...] = ()  # what the next ticket's nodes are to be pinned for
+        self.stored_rows = 0
+
+    @property
+    def enabled(self) -> bool:
+        return self.index.capacity > 0
+
+    # What a lane's life asks for
+
+    def taken(self, lane: LaneId, prompt: Sequence[int], anchor: int) -> None:
+        """A job has got the lane."""
+        self._at_rest.pop(lane, None)
+        self._heads[lane] = anchor
+        self.anchors.want(prompt[:anchor])
+
+    def left(self, lane: LaneId) -> None:
+        """The job has ended; its rows are written back when there is time."""
+        if self.enabled:
+            self._at_rest[lane] = None
+            self._at_rest.move_to_end(lane)
+
+    def rescue(self, lane: LaneId, kept: int) -> StoreNodes | None:
+        """What has to be stored before the lane's rows behind the first `kept` are overwritten."""
+        rows = self._ledger.valid_rows(lane)
+        if not self.enabled or lane not in self._at_rest or rows - kept < MIN_TAIL_ROWS:
+            return None
+        return self._store(lane)
+
+    def at_leisure(self) -> StoreNodes | None:
+        """The next nodes to write back while the ring is idle; None when all lanes have been looked at."""
+        while self._at_rest:
+            lane = next(iter(self._at_rest))
+            op = self._store(lane, most=_IDLE_NODES)
+            if op is None or len(op.spans) < _IDLE_NODES:
+                del self._at_rest[lane]
+            if op is not None:
+                return op
+        return None
+
+    def pin(self, prefix: Sequence[int]) -> StoreNodes | None:
+        """Pins a prefix at an operator's wish. What a lane holds of it and the store does not is stored first."""
+        if self.anchors.pin(prefix):
+            return None
+        for lane in map(LaneId, range(self._ledger.lanes)):
+            if self._ledger.usable_prefix(lane, prefix) == len(prefix):
+                spans = self.index.store(prefix, ends=(len(prefix),))
+                self._asked = tuple(prefix)
+                return StoreNodes(lane, spans) if spans else None
+        return None
+
+    def _store(self, lane: LaneId, most: int | None = None) -> StoreNodes | None:
+        spans = self.index.store(self._ledger.tokens(lane), most=most)
+        return StoreNodes(lane, spans) if spans else None
+
+    # What goes out and comes back
+
+    def drops(self) -> tuple[Op, ...]:
+        """To go before all else in the next frame."""
+        nodes = self.index.take_drops()
+        return (DropNodes(nodes),) if nodes else ()
+
+    def sent(self, frame: Frame) -> None:
+        for op in frame.after:
+            head = self._ledger.tokens(op.lane, self._heads.get(op.lane, 0))
+            nodes = tuple(span.node for span in op.spans)
+            self._tickets[frame.seq] = _Ticket(nodes, head, self._asked)
+            self._asked = ()
+
+    def answered(self, frame: Frame, reply: Reply) -> None:
+        """Commits the frame's ticket. What some stage lacks goes everywhere."""
+        ticket = self._tickets.pop(frame.seq, None)
+        if ticket is not None:
+            kept = [node for node in ticket.nodes if node not in reply.lost]
+            self.index.publish(kept)
+            self.stored_rows += sum(self.index.node(n).rows for n in kept if n in self.index)
+        if reply.lost:
+            self.index.lose(reply.lost)
+        if ticket is not None:
+            self.anchors.want(ticket.head)
+            if ticket.asked:
+                self.anchors.pin(ticket.asked)
+
+    def voided(self, frames: Iterable[Frame]) -> None:
+        """An epoch has ended with these frames unanswered: what they stored or dropped is in doubt, and goes."""
+        for frame in frames:
+            self.index.lose(span.node for op in frame.after for span in op.spans)
+            self.index.lose(n for op in frame.ops if isinstance(op, DropNodes) for n in op.nodes)
+        self._tickets.clear()
+        self._at_rest.clear()
