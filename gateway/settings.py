@@ -51,10 +51,18 @@ class GrpcSettings:
     max_message_bytes: int = 16 * 2**20
     # Seconds that running turns get to end when the server stops.
     drain_s: float = 30.0
+    # A peer that fell silent (a pulled cable) is pinged after so many seconds, and given up after so many more;
+    # gRPC's default is hours.
+    keepalive_s: float = 30.0
+    keepalive_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidSetting("grpc_port", f"must be between 0 and 65535, got {self.port}")
+        for name in ("keepalive_s", "keepalive_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise InvalidSetting(name, f"must be greater than 0, got {value}")
         if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
             raise InvalidSetting("drain_s", f"must not be negative, got {self.drain_s}")
         if not (self.insecure or _is_loopback(self.host)):

@@ -29,12 +29,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # Without these a client that stops reading lets the server run megabytes ahead of it.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 65536),
-    # A peer that fell silent (a pulled cable) is noticed within a minute; gRPC's default is hours.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
     # By default a client that pings during a long prefill is thrown out with "too many pings".
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 
 
@@ -46,6 +42,17 @@ def channel_limits(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     )
 
 
+def _keepalive(settings: GrpcSettings) -> tuple[tuple[str, int], ...]:
+    """Clients may ping three times as often as we do."""
+    return (
+        ("grpc.keepalive_time_ms", round(settings.keepalive_s * 1e3)),
+        ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_s * 1e3)),
+        # What counts where a ping stays unanswered; without it a minute.
+        ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_s * 1e3)),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(settings.keepalive_s * 1e3 / 3)),
+    )
+
+
 @asynccontextmanager
 async def serve_grpc(
     service: GenerationService, settings: GrpcSettings, rings: RingSet | None = None
@@ -54,7 +61,11 @@ async def serve_grpc(
     health = RingHealth(SERVICE_NAME, lambda: any(status.ready for status in service.rings()))
     server = grpc.aio.server(
         interceptors=(CallGuard(SERVICE_NAME),),
-        options=(*_OPTIONS, *channel_limits(settings.max_message_bytes)),
+        options=(
+            *_OPTIONS,
+            *_keepalive(settings),
+            *channel_limits(settings.max_message_bytes),
+        ),
     )
     add_servicer: Any = add_GenerationServiceServicer_to_server
     add_servicer(GenerationServicer(service, rings), server)

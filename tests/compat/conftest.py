@@ -50,6 +50,7 @@ async def _site(
     queue_limit: int = 64,
     start: bool = True,
     drain_s: float = 0.0,
+    keepalive_s: float = 30.0,
 ) -> AsyncIterator[Site]:
     end = None if endless else END
     language = FakeModel(258, low=32, high=127, end_token=end)
@@ -58,11 +59,14 @@ async def _site(
     driver = RingDriver("ring-0", ring, SchedulerSettings(queue_limit=queue_limit), clock)
     router = Router([driver], session_limit=64)
     service = GenerationService("fake", router, ByteTokenizer(), clock, random.Random(1))
+    grpc_settings = GrpcSettings(
+        drain_s=drain_s, keepalive_s=keepalive_s, keepalive_timeout_s=keepalive_s
+    )
     if start:
         await driver.start(lambda _: None)
     try:
         async with (
-            serve_grpc(service, GrpcSettings(drain_s=drain_s)) as address,
+            serve_grpc(service, grpc_settings) as address,
             Client(address) as client,
             grpc.aio.insecure_channel(
                 address, options=(("grpc.max_send_message_length", -1),)

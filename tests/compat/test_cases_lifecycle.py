@@ -143,6 +143,38 @@ async def test_a_client_that_leaves_in_prefill_frees_its_lane_within_a_chunk(
         await answer(it.client, HELLO)
 
 
+async def test_a_peer_that_vanished_without_a_word_is_given_up(site: Sites) -> None:
+    """Neroued/ninfer#111, the silent peer: a pulled cable sends neither FIN nor RST."""
+    async with site(endless=True, step_s=0.15, keepalive_s=0.4) as it:
+        proxy = Proxy(it.address)
+        async with proxy.open() as address, grpc.aio.insecure_channel(address) as channel:
+            turn = TurnRequest(LONG, sampling=GREEDY, max_tokens=500)
+            call = GenerationServiceStub(channel).Generate(generate_request(turn))
+            assert (await call.read()).HasField("started")
+            proxy.leave("silently")
+            await _idle(it)
+            assert it.driver.status().counts.rows < ROWS
+            call.cancel()
+        await answer(it.client, HELLO)
+
+
+async def test_a_client_that_pings_through_a_silent_prefill_is_not_thrown_out(site: Sites) -> None:
+    """antirez/ds4#151: nothing is sent for long, and the connection must live."""
+    async with site(endless=True, step_s=0.15, keepalive_s=0.6) as it:
+        pings = (
+            ("grpc.keepalive_time_ms", 250),
+            ("grpc.keepalive_timeout_ms", 2000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+        )
+        async with grpc.aio.insecure_channel(it.address, options=pings) as channel:
+            turn = TurnRequest(LONG, sampling=GREEDY, max_tokens=2)
+            call = GenerationServiceStub(channel).Generate(generate_request(turn))
+            events = [event async for event in call]
+            assert events[-1].HasField("finished")
+            assert events[-1].finished.timings.prefill_s > 1.0
+
+
 @pytest.mark.parametrize("how", LEAVING)
 async def test_clients_that_wait_for_the_whole_answer_and_leave_are_noticed(
     site: Sites, how: str
