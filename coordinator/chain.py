@@ -1,6 +1,6 @@
 """The chain index: which rows are worth keeping as nodes, which nodes hold a prompt's rows, and which go first.
 
-The one index that decides; stages obey. Rows are stored in blocks of NODE_ROWS under the block before them, with a
+The one index that decides; stages obey. Rows are stored in blocks of `node_rows` under the block before them, with a
 shorter last one. A look-up changes nothing. A node counts from when every stage has acknowledged it. Beyond the room
 that every stage has, leaves go first, the one used longest ago before all others; pinned ones stay. Pure bookkeeping:
 it sends nothing, and what it gives up must be sent as DropNodes before whatever it hands out next.
@@ -18,11 +18,8 @@ from coordinator.frames import NodeId, NodeSpan
 from coordinator.ledger import common_prefix
 from coordinator.nodes import Node, node_id
 
-# Rows of a node: 3 MB of SmolLM2 in float32, 4 MB of a 27B model in bfloat16. Large enough that a conversation of
-# 100,000 tokens is a chain of 1,600, small enough that the part of a block lost at its end costs little.
-NODE_ROWS = 64
-# A shorter rest is computed again sooner than it is kept.
-MIN_TAIL_ROWS = 16
+# Entries of the heap of leaves below which it is not worth tidying.
+_LEAST_HEAP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +53,21 @@ class _Entry:
 class ChainIndex:
     """`capacity` counts rows that every stage has room for."""
 
-    def __init__(self, root: NodeId, capacity: int, stored: Iterable[Node] = ()) -> None:
-        """`stored`: nodes that every stage has from before, parents first."""
+    def __init__(
+        self,
+        root: NodeId,
+        capacity: int,
+        stored: Iterable[Node] = (),
+        *,
+        node_rows: int,
+        min_tail_rows: int,
+    ) -> None:
+        """`stored`: nodes that every stage has from before, parents first. A last block of fewer than
+        `min_tail_rows` rows is computed again sooner than it is kept.
+        """
         self.capacity = capacity
+        self._node_rows = node_rows
+        self._min_tail_rows = min_tail_rows
         self.rows = 0
         self.pinned_rows = 0
         self._root = root
@@ -88,12 +97,12 @@ class ChainIndex:
         """The deepest published chain over the first tokens. Changes nothing."""
         parent, depth, path = self._root, 0, []
         while depth < len(tokens):
-            best, rows = self._best_child(parent, tokens[depth : depth + NODE_ROWS])
+            best, rows = self._best_child(parent, tokens[depth : depth + self._node_rows])
             if best is None:
                 break
             path.append(best)
             depth += rows
-            if rows < NODE_ROWS:
+            if rows < self._node_rows:
                 break
             parent = best
         return ChainMatch(tuple(path), depth)
@@ -195,11 +204,15 @@ class ChainIndex:
 
     def _missing(self, tokens: Sequence[int], ends: Collection[int]) -> Iterator[Node]:
         parent = self._root
-        for start in range(0, len(tokens), NODE_ROWS):
-            end = min(start + NODE_ROWS, len(tokens))
+        for start in range(0, len(tokens), self._node_rows):
+            end = min(start + self._node_rows, len(tokens))
             for stop in sorted(e for e in ends if start < e < end):
                 yield from self._unless_known(parent, start, tokens[start:stop])
-            if end - start < NODE_ROWS and end - start < MIN_TAIL_ROWS and end not in ends:
+            if (
+                end - start < self._node_rows
+                and end - start < self._min_tail_rows
+                and end not in ends
+            ):
                 return
             block = array("i", tokens[start:end])
             yield from self._unless_known(parent, start, block)
@@ -213,8 +226,8 @@ class ChainIndex:
     def _path(self, tokens: Sequence[int]) -> Iterator[NodeId]:
         """The whole blocks of these tokens that are known."""
         parent = self._root
-        for start in range(0, len(tokens) - NODE_ROWS + 1, NODE_ROWS):
-            parent = node_id(parent, tokens[start : start + NODE_ROWS])
+        for start in range(0, len(tokens) - self._node_rows + 1, self._node_rows):
+            parent = node_id(parent, tokens[start : start + self._node_rows])
             if parent not in self._entries:
                 return
             yield parent
@@ -268,7 +281,7 @@ class ChainIndex:
     def _push_leaf(self, entry: _Entry) -> None:
         if not entry.children:
             heapq.heappush(self._leaves, (entry.used, entry.node.id))
-        if len(self._leaves) > 4 * len(self._entries) + NODE_ROWS:
+        if len(self._leaves) > 4 * len(self._entries) + _LEAST_HEAP:
             self._leaves = [(e.used, e.node.id) for e in self._entries.values() if not e.children]
             heapq.heapify(self._leaves)
 

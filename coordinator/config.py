@@ -16,6 +16,7 @@ _COUNTS = (
     "chunk_rows",
     "min_chunk_rows",
     "min_copy_rows",
+    "node_rows",
     "queue_limit",
     "session_limit",
 )
@@ -45,6 +46,9 @@ class SchedulerSettings:
     reply_timeout_s: float = 60.0
     # A shared prefix shorter than this is prefilled anew rather than copied into another lane.
     min_copy_rows: int = 16
+    # Rows of a chain node: 3 MB of SmolLM2 in float32, 4 MB of a 27B model in bfloat16. A conversation of 100,000
+    # tokens is a chain of 1,600, and the part of a block that is lost at its end costs little.
+    node_rows: int = 64
     # Sessions whose lengths and histories are remembered.
     session_limit: int = 4096
 

@@ -247,7 +247,10 @@ class Ledger:
             made = [] if op.lane in refused or op.lane >= self.lanes else self._store(op)
             if made:
                 stores.append(StoreNodes(op.lane, tuple(made)))
-            lost.extend(span.node for span in op.spans if span.node not in self.nodes)
+            for span in op.spans:
+                if span.node not in self.nodes:
+                    parent_gone = span.start > 0 and span.parent not in self.nodes
+                    lost.extend((span.parent, span.node) if parent_gone else (span.node,))
         return tuple(stores), lost
 
     def _store(self, op: StoreNodes) -> list[NodeSpan]:

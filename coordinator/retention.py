@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.anchors import Anchors
-from coordinator.chain import MIN_TAIL_ROWS, ChainIndex
+from coordinator.chain import ChainIndex
+from coordinator.config import SchedulerSettings
 from coordinator.frames import DropNodes, Frame, LaneId, NodeId, Op, Reply, Seq, StoreNodes
 from coordinator.ledger import Ledger
 from coordinator.nodes import root_of
@@ -26,15 +27,23 @@ _IDLE_NODES = 8
 class _Ticket:
     """Nodes under way: the reply to their frame commits them, or aborts those that it reports as lost."""
 
+    lane: LaneId
     nodes: tuple[NodeId, ...]
     head: tuple[int, ...]  # the lane's tokens up to its anchor
     asked: tuple[int, ...] = ()  # a prefix that an operator wants pinned
 
 
 class Retention:
-    def __init__(self, info: RingInfo, ledger: Ledger) -> None:
+    def __init__(self, info: RingInfo, settings: SchedulerSettings, ledger: Ledger) -> None:
+        self._min_rows = settings.min_copy_rows
         self._ledger = ledger
-        self.index = ChainIndex(root_of(info.model_fingerprint), info.host_rows, info.stored)
+        self.index = ChainIndex(
+            root_of(info.model_fingerprint),
+            info.host_rows,
+            info.stored,
+            node_rows=settings.node_rows,
+            min_tail_rows=settings.min_copy_rows,
+        )
         self.anchors = Anchors(self.index)
         self._tickets: dict[Seq, _Ticket] = {}
         self._heads: dict[LaneId, int] = {}  # where the head of a lane's last job ends
@@ -65,7 +74,7 @@ class Retention:
     def rescue(self, lane: LaneId, kept: int) -> StoreNodes | None:
         """What has to be stored before the lane's rows behind the first `kept` are overwritten."""
         rows = self._ledger.valid_rows(lane)
-        if not self.enabled or lane not in self._at_rest or rows - kept < MIN_TAIL_ROWS:
+        if not self.enabled or lane not in self._at_rest or rows - kept < self._min_rows:
             return None
         return self._store(lane)
 
@@ -106,7 +115,7 @@ class Retention:
         for op in frame.after:
             head = self._ledger.tokens(op.lane, self._heads.get(op.lane, 0))
             nodes = tuple(span.node for span in op.spans)
-            self._tickets[frame.seq] = _Ticket(nodes, head, self._asked)
+            self._tickets[frame.seq] = _Ticket(op.lane, nodes, head, self._asked)
             self._asked = ()
 
     def answered(self, frame: Frame, reply: Reply) -> None:
@@ -116,6 +125,8 @@ class Retention:
             kept = [node for node in ticket.nodes if node not in reply.lost]
             self.index.publish(kept)
             self.stored_rows += sum(self.index.node(n).rows for n in kept if n in self.index)
+            if len(kept) < len(ticket.nodes):
+                self._at_rest.pop(ticket.lane, None)  # tried again when the lane was used again
         if reply.lost:
             self.index.lose(reply.lost)
         if ticket is not None:

@@ -85,7 +85,7 @@ class Scheduler:
         self._info = info
         self._settings = settings
         self.ledger = Ledger(info.lanes, info.max_rows)
-        self.retention = Retention(info, self.ledger)
+        self.retention = Retention(info, settings, self.ledger)
         self._admission = Admission(info, settings, self.ledger, self.retention)
         self.lanes = self._admission.lanes
         self._jobs: dict[JobId, Job] = {}  # with a lane, in the order of their admission

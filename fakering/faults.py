@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from coordinator.frames import RefusalCode
+from coordinator.frames import Frame, LoadNodes, Op, OpenLane, RefusalCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,23 @@ class CorruptRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LoseNode:
+    """From frame `nth` on, waits for one that loads chain nodes, and has lost or finds damaged one of them."""
+
+    stage: int
+    nth: int
+    which: int = 0  # modulo the nodes that the frame loads
+
+
+@dataclass(frozen=True, slots=True)
+class KeepNothing:
+    """From frame `nth` on, waits for one that stores chain nodes, and cannot keep any of them."""
+
+    stage: int
+    nth: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """The stage refuses every lane of the frame."""
 
@@ -94,11 +111,11 @@ class Lose:
 
 
 LegFault: TypeAlias = Delay | Drop | Duplicate | Reorder
-StageFault: TypeAlias = Restart | CorruptRow | Refuse | Stall | Lose
+StageFault: TypeAlias = Restart | CorruptRow | LoseNode | KeepNothing | Refuse | Stall | Lose
 Fault: TypeAlias = LegFault | StageFault
 FaultScript: TypeAlias = tuple[Fault, ...]
 LEG_FAULTS = (Delay, Drop, Duplicate, Reorder)
-STAGE_FAULTS = (Restart, CorruptRow, Refuse, Stall, Lose)
+STAGE_FAULTS = (Restart, CorruptRow, LoseNode, KeepNothing, Refuse, Stall, Lose)
 ALL_FAULTS: tuple[type[Fault], ...] = LEG_FAULTS + STAGE_FAULTS
 F = TypeVar("F", LegFault, StageFault)
 
@@ -113,12 +130,17 @@ class Pending:
     def of_leg(self, leg: int, nth: int) -> tuple[LegFault, ...]:
         return _take(self._legs, lambda fault: (fault.leg, fault.nth) == (leg, nth))
 
-    def of_stage(self, stage: int, nth: int, reopens: bool) -> tuple[StageFault, ...]:
-        """`reopens`: the frame opens a lane with rows in it, which is what CorruptRow waits for."""
+    def of_stage(self, stage: int, nth: int, frame: Frame) -> tuple[StageFault, ...]:
+        """Some faults wait for a frame that they can happen to."""
+        waits_for = {
+            CorruptRow: any(reopens(op) for op in frame.ops),
+            LoseNode: any(isinstance(op, LoadNodes) for op in frame.ops),
+            KeepNothing: bool(frame.after),
+        }
 
         def is_due(fault: StageFault) -> bool:
-            if isinstance(fault, CorruptRow):
-                return fault.stage == stage and fault.nth <= nth and reopens
+            if type(fault) in waits_for:
+                return fault.stage == stage and fault.nth <= nth and waits_for[type(fault)]
             return (fault.stage, fault.nth) == (stage, nth)
 
         return _take(self._stages, is_due)
@@ -128,6 +150,11 @@ def _take(faults: list[F], is_due: Callable[[F], bool]) -> tuple[F, ...]:
     due = tuple(fault for fault in faults if is_due(fault))
     faults[:] = [fault for fault in faults if fault not in due]
     return due
+
+
+def reopens(op: Op) -> bool:
+    """Whether the op opens a lane whose first rows are to be reused."""
+    return isinstance(op, OpenLane) and op.cached_prefix > 0
 
 
 def random_script(
@@ -160,6 +187,10 @@ def _random_fault(
         return kind(leg, nth)
     if kind is CorruptRow:
         return kind(stage, nth, row=dice.randrange(1 << 16))
+    if kind is LoseNode:
+        return kind(stage, nth, which=dice.randrange(1 << 16))
+    if kind is KeepNothing:
+        return kind(stage, nth)
     if kind is Refuse:
         return kind(stage, nth, dice.choice((RefusalCode.NO_STATE, RefusalCode.KV_GAP)))
     if kind is Stall:

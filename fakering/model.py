@@ -44,6 +44,19 @@ def _context_hashes(tokens: Hashes) -> Hashes:
     return np.cumsum(_mix_all(tokens + places), dtype=np.uint64)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Copies of a lane's rows from `start` on, as they really were."""
+
+    start: int
+    tokens: Hashes
+    activations: Hashes
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
 class Rows:
     """One stage's buffers. Each row keeps its token and the activation that it was computed from.
 
@@ -61,6 +74,17 @@ class Rows:
     def copy(self, source: int, target: int, rows: int) -> None:
         self.tokens[target, :rows] = self.tokens[source, :rows]
         self.activations[target, :rows] = self.activations[source, :rows]
+
+    def save(self, lane: int, start: int, end: int) -> KeptRows:
+        return KeptRows(
+            start, self.tokens[lane, start:end].copy(), self.activations[lane, start:end].copy()
+        )
+
+    def restore(self, lane: int, start: int, end: int, kept: KeptRows) -> None:
+        """Rows [start, end) of what was kept."""
+        part = slice(start - kept.start, end - kept.start)
+        self.tokens[lane, start:end] = kept.tokens[part]
+        self.activations[lane, start:end] = kept.activations[part]
 
     def history(self, lane: int, row: int) -> tuple[int, ...]:
         return tuple(int(token) for token in self.tokens[lane, : row + 1])

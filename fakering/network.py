@@ -25,7 +25,7 @@ from fakering.faults import (
     Stall,
 )
 from fakering.model import FakeModel
-from fakering.stages import FakeStage, Parcel, reopens
+from fakering.stages import FakeStage, Parcel
 
 # Each row of each stage takes 16 bytes, and a lane as much as this many rows beside its own.
 _MAX_ROWS_IN_ALL = 100_000_000
@@ -74,10 +74,13 @@ class Network:
         model: FakeModel,
         faults: FaultScript = (),
         pace: Pace | None = None,
+        host_rows: int = 0,
     ) -> None:
+        """`host_rows`: rows that each stage's store takes."""
         check_sizes(stages, lanes, max_rows)
         self.lost: RingLost | None = None
         self._shape = (stages, lanes, max_rows)
+        self._host_rows = host_rows
         self._model = model
         self._faults = Pending(faults)
         self._pace = pace or Pace()
@@ -90,7 +93,10 @@ class Network:
         """New stages with nothing in them, at epoch 0. Faults that happened do not happen again."""
         stages, lanes, max_rows = self._shape
         self.lost = None
-        self.stages = [FakeStage(index, lanes, max_rows, self._model) for index in range(stages)]
+        self.stages = [
+            FakeStage(index, lanes, max_rows, self._model, self._host_rows)
+            for index in range(stages)
+        ]
         self._forget_messages()
 
     def open_epoch(self, epoch: Epoch) -> None:
@@ -156,7 +162,7 @@ class Network:
     def _stage_faults(self, stage: int, frame: Frame) -> tuple[StageFault, ...]:
         nth = self._reached[stage]
         self._reached[stage] += 1
-        return self._faults.of_stage(stage, nth, any(reopens(op) for op in frame.ops))
+        return self._faults.of_stage(stage, nth, frame)
 
     def _lose(self, stage: int) -> RingLost:
         self.lost = RingLost(stage, "died (scripted)")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import replace
 
 from coordinator.clock import Clock, SystemClock, Timer
 from coordinator.errors import RingLost
@@ -35,10 +36,14 @@ class FakeRing:
         row_s: float = 0.0,
         model: str = "fake",
         language: FakeModel | None = None,
+        host_rows: int = 0,
     ) -> None:
         self.language = language or FakeModel(vocab_size, seed)
-        self.network = Network(stages, lanes, max_rows, self.language, faults, Pace(step_s, row_s))
-        self._info = describe(model, self.language, stages, lanes, max_rows)
+        pace = Pace(step_s, row_s)
+        self.network = Network(stages, lanes, max_rows, self.language, faults, pace, host_rows)
+        self._info = replace(
+            describe(model, self.language, stages, lanes, max_rows), host_rows=host_rows
+        )
         self._clock: Clock = clock or SystemClock()
         self._replies: deque[Reply] = deque()
         self._changed = asyncio.Event()

@@ -99,12 +99,15 @@ class Simulation:
         lanes: int = 3,
         max_rows: int = 96,
         exact: bool = True,
+        host_rows: int = 0,
         settings: SchedulerSettings,
         faults: FaultScript = (),
         end_tokens: frozenset[int] = frozenset(),
     ) -> None:
-        self.info = replace(describe("fake", model, stages, lanes, max_rows), exact=exact)
-        self.network = Network(stages, lanes, max_rows, model, faults, Pace(0.01, 0.001))
+        described = describe("fake", model, stages, lanes, max_rows)
+        self.info = replace(described, exact=exact, host_rows=host_rows)
+        pace = Pace(0.01, 0.001)
+        self.network = Network(stages, lanes, max_rows, model, faults, pace, host_rows)
         self.scheduler = Scheduler("sim", self.info, settings)
         self.jobs: dict[JobId, PlayedJob] = {}
         self.refusals = 0
@@ -267,6 +270,9 @@ class Simulation:
     def _check(self) -> None:
         for played in self.jobs.values():
             self._check_stream(played)
+        for stage in self.network.stages:
+            rows = sum(kept.end - kept.start for kept in stage.kept.values())
+            self._require(rows <= self.info.host_rows, f"a store of {rows} rows")
         if not self.faults and self.scheduler.oldest_in_flight is None:
             self._check_replicas()
 
@@ -287,6 +293,10 @@ class Simulation:
             for stage in self.network.stages:
                 theirs = stage.ledger.tokens(lane)
                 self._require(ours == theirs, f"replicas differ in lane {lane}")
+        nodes = set(replica.nodes.ids())
+        for stage in self.network.stages:
+            self._require(nodes == set(stage.ledger.nodes.ids()), "replicas know other nodes")
+            self._require(nodes == stage.kept.keys(), "a stage keeps other rows than nodes")
 
     def _require(self, holds: bool, breach: str) -> None:
         if not holds:

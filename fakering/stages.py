@@ -13,10 +13,13 @@ import numpy as np
 
 from coordinator.frames import (
     CopyRows,
+    DropNodes,
     Epoch,
     Frame,
     LaneId,
     LaneRows,
+    LoadNodes,
+    NodeId,
     Op,
     OpenLane,
     Refusal,
@@ -27,9 +30,9 @@ from coordinator.frames import (
     StageTiming,
     lanes_of,
 )
-from coordinator.ledger import Ledger, Standing
-from fakering.faults import CorruptRow, Refuse, Restart, StageFault
-from fakering.model import FakeModel, Hashes, Rows
+from coordinator.ledger import Applied, Ledger, Standing
+from fakering.faults import CorruptRow, KeepNothing, LoseNode, Refuse, Restart, StageFault, reopens
+from fakering.model import FakeModel, Hashes, KeptRows, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Parcel:
     refusals: tuple[Refusal, ...] = ()
     lanes: tuple[LaneRows, ...] = ()
     timings: tuple[StageTiming, ...] = ()
+    lost: tuple[NodeId, ...] = ()
 
     @property
     def is_refused(self) -> bool:
@@ -61,11 +65,15 @@ class Parcel:
 class FakeStage:
     """Stage `index` of a ring. The first one embeds, so it alone meets token ids that do not exist."""
 
-    def __init__(self, index: int, lanes: int, max_rows: int, model: FakeModel) -> None:
+    def __init__(
+        self, index: int, lanes: int, max_rows: int, model: FakeModel, host_rows: int = 0
+    ) -> None:
         self.index = index
         self.ledger = Ledger(lanes, max_rows, stage=index)
         self.rows = Rows(lanes, max_rows)
+        self.kept: dict[NodeId, KeptRows] = {}
         self._model = model
+        self._host_rows = host_rows
 
     def open_epoch(self, epoch: Epoch) -> None:
         """Every row is void; the buffers keep their bytes, which nobody may read any more."""
@@ -78,26 +86,74 @@ class FakeStage:
         if parcel.is_refused:
             return replace(parcel, lanes=self._least(parcel))
         own = self._bad_tokens(frame) + _scripted(self.index, frame, faults)
+        lost = self._find_lost(frame) if self._is_new(frame) else ()
         applied = self.ledger.apply(frame, (*parcel.refusals, *own))
         if applied.standing is Standing.APPLIED:
             return None
         refusals = (
             applied.refusals if applied.standing is Standing.REFUSED else own + applied.refusals
         )
-        for move in applied.moves:
-            if isinstance(move, CopyRows):
-                self.rows.copy(move.source, move.target, move.rows)
+        self._move(frame, applied)
         made = tuple(self._compute(segment, parcel) for segment in applied.segments)
         refusals = (*parcel.refusals, *refusals)
-        return replace(parcel, activations=made, refusals=refusals, lanes=self._least(parcel))
+        lost += applied.lost + self._keep(applied, faults)
+        lost = tuple(dict.fromkeys((*parcel.lost, *lost)))
+        lanes = self._least(parcel)
+        return replace(parcel, activations=made, refusals=refusals, lanes=lanes, lost=lost)
 
     def reply(self, parcel: Parcel) -> Reply:
         """The tail's answer. Tokens come from this stage's own rows and the activations that it made."""
         frame = parcel.frame
         segments = tuple(self._sampled(segment, parcel) for segment in frame.segments)
         return Reply(
-            frame.epoch, frame.seq, segments, parcel.lanes, parcel.refusals, parcel.timings
+            frame.epoch,
+            frame.seq,
+            segments,
+            parcel.lanes,
+            parcel.refusals,
+            parcel.timings,
+            parcel.lost,
         )
+
+    # Chain nodes
+
+    def _find_lost(self, frame: Frame) -> tuple[NodeId, ...]:
+        """Nodes that the frame wants and whose bytes are gone: the ledger is told before it is asked."""
+        wanted = (node for op in frame.ops if isinstance(op, LoadNodes) for node in op.nodes)
+        lost = tuple(node for node in wanted if node in self.ledger.nodes and node not in self.kept)
+        self.ledger.nodes.drop(lost)
+        return lost
+
+    def _move(self, frame: Frame, applied: Applied) -> None:
+        for move in applied.moves:
+            if isinstance(move, CopyRows):
+                self.rows.copy(move.source, move.target, move.rows)
+                continue
+            for kept in (self.kept[node] for node in move.nodes):
+                start, end = max(move.start, kept.start), min(move.end, kept.end)
+                self.rows.restore(move.lane, start, end, kept)
+        if applied.standing is Standing.NEW:
+            for op in frame.ops:
+                for node in op.nodes if isinstance(op, DropNodes) else ():
+                    self.kept.pop(node, None)
+
+    def _keep(self, applied: Applied, faults: Sequence[StageFault]) -> tuple[NodeId, ...]:
+        """Copies what became nodes; returns those that there is no room for."""
+        lost: list[NodeId] = []
+        room = self._host_rows - sum(kept.end - kept.start for kept in self.kept.values())
+        if any(isinstance(fault, KeepNothing) for fault in faults):
+            room = 0
+        for op in applied.stores:
+            for span in op.spans:
+                if span.end - span.start > room:
+                    lost.append(span.node)
+                    continue
+                room -= span.end - span.start
+                self.kept[span.node] = self.rows.save(op.lane, span.start, span.end)
+        self.ledger.nodes.drop(lost)
+        return tuple(lost)
+
+    # Rows
 
     def _compute(self, segment: Segment, parcel: Parcel) -> Activations:
         received = None if self.index == 0 else parcel.of_lane(segment.lane)
@@ -148,8 +204,13 @@ class FakeStage:
         for fault in faults:
             if isinstance(fault, Restart):
                 self.rows.wipe()
+                self.kept.clear()
+                self.ledger.nodes.drop(self.ledger.nodes.ids())
                 for lane in range(self.ledger.lanes):
                     self.ledger.truncate(LaneId(lane), 0)
+            elif isinstance(fault, LoseNode):
+                loaded = [n for op in frame.ops if isinstance(op, LoadNodes) for n in op.nodes]
+                self.kept.pop(loaded[fault.which % len(loaded)], None)
             elif isinstance(fault, CorruptRow) and self._is_new(frame):
                 self._corrupt(fault, next(op for op in frame.ops if reopens(op)))
 
@@ -167,11 +228,6 @@ class FakeStage:
         if fault.in_ledger:
             # No frame can say this, so it has no method of the ledger.
             self.ledger._lanes[op.lane].tokens[row] ^= 1
-
-
-def reopens(op: Op) -> bool:
-    """Whether the op opens a lane whose first rows are to be reused."""
-    return isinstance(op, OpenLane) and op.cached_prefix > 0
 
 
 def _touched(frame: Frame) -> tuple[LaneId, ...]:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 
+from coordinator.chain import ChainIndex, ChainMatch
 from coordinator.config import SchedulerSettings
 from coordinator.frames import JobId, LaneId
 from coordinator.lanes import LaneTable
-from fakering.faults import CorruptRow, Drop, FaultScript, Restart
+from coordinator.ledger import Ledger
+from coordinator.requests import MissKind
+from fakering.faults import CorruptRow, Drop, FaultScript, KeepNothing, LoseNode, Restart
 from fakering.fuzz import run_case
 from fakering.model import FakeModel
 from fakering.simulation import PlannedJob, Simulation, SimulationFailed
 
 _MODEL = FakeModel(vocab_size=60, seed=3, quoting=0.5, end_token=59, end_one_in=40)
 _SETTINGS = SchedulerSettings(
-    frame_rows=24, chunk_rows=10, min_chunk_rows=3, min_copy_rows=3, reply_timeout_s=5.0
+    frame_rows=24,
+    chunk_rows=10,
+    min_chunk_rows=3,
+    min_copy_rows=3,
+    node_rows=8,
+    reply_timeout_s=5.0,
 )
 
 
@@ -27,6 +36,7 @@ def test_whole_runs_of_random_turns_and_faults_never_change_a_token(block: int) 
     counts = [run.scheduler.counts for run in runs]
     # What would make the verdict hollow: nothing reused, nothing speculated, nothing refused.
     assert sum(count.reused_rows for count in counts) > 0
+    assert sum(count.restored_rows for count in counts) > 0
     assert sum(count.accepted for count in counts) > 0
     assert sum(count.discarded_frames for count in counts) > 0
     assert sum(run.refusals for run in runs) > 0
@@ -46,6 +56,54 @@ def test_the_fuzzer_finds_a_fault_that_was_planted(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LaneTable, "_depth", wrong)
     with pytest.raises(SimulationFailed, match="seed"):
         all(run_case(seed) for seed in range(50))
+
+
+def test_the_fuzzer_finds_a_chain_that_is_trusted_a_row_too_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node's rows are served up to one row behind where the prompt differs."""
+    right = ChainIndex.match
+
+    def wrong(self: ChainIndex, tokens: Sequence[int]) -> ChainMatch:
+        match = right(self, tokens)
+        more = match.rows < len(tokens) and match.nodes
+        reach = self.node(match.nodes[-1]).end if more else 0
+        return ChainMatch(match.nodes, match.rows + 1) if reach > match.rows else match
+
+    monkeypatch.setattr(ChainIndex, "match", wrong)
+    monkeypatch.setattr(Ledger, "_content_guard", lambda self, op: None)
+    with pytest.raises(SimulationFailed, match="seed"):
+        all(run_case(seed) for seed in range(200))
+
+
+def test_a_node_that_only_some_stages_have_is_never_served() -> None:
+    """Stage 1 keeps nothing: its rows are computed again, the store is given up, and the next turn is warm."""
+    simulation = _many_sessions((KeepNothing(stage=1, nth=0), LoseNode(stage=1, nth=0)))
+    simulation.run()
+    assert all(job.finished for job in simulation.jobs.values())
+    assert simulation.scheduler.counts.restored_rows > 0
+
+
+def _many_sessions(faults: FaultScript = ()) -> Simulation:
+    """Two turns each of four sessions that take turns on one lane."""
+    dice = random.Random(5)
+    heads = [tuple(dice.randrange(50) for _ in range(30)) for _ in range(4)]
+    plan = [PlannedJob(3.0 * n, head, f"s{n}") for n, head in enumerate(heads)]
+    plan += [PlannedJob(20.0 + 3.0 * n, (7, 8), f"s{n}", follows=n) for n in range(4)]
+    return Simulation(
+        tuple(plan), _MODEL, lanes=1, settings=_SETTINGS, faults=faults, host_rows=500
+    )
+
+
+def test_sessions_that_share_one_lane_go_on_from_the_store() -> None:
+    simulation = _many_sessions()
+    simulation.run()
+    for number in range(4, 8):
+        job = simulation.jobs[JobId(number)]
+        assert job.started is not None
+        assert job.started.cached_prefix >= 30
+        assert job.started.miss is None or job.started.miss.kind is MissKind.EVICTED
+    assert simulation.scheduler.counts.restored_rows >= 4 * 30
 
 
 def _two_turns(faults: FaultScript = ()) -> Simulation:

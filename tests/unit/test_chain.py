@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.chain import MIN_TAIL_ROWS, NODE_ROWS, ChainIndex, ChainMatch
+from coordinator.chain import ChainIndex, ChainMatch
 from coordinator.frames import NodeId, NodeSpan
 from coordinator.ledger import common_prefix
-from coordinator.nodes import NodeTable, root_of
+from coordinator.nodes import Node, NodeTable, root_of
 
 ROOT = root_of("model")
+NODE_ROWS = 64
+MIN_TAIL_ROWS = 16
+
+
+def index_of(capacity: int, stored: Sequence[Node] = ()) -> ChainIndex:
+    return ChainIndex(ROOT, capacity, stored, node_rows=NODE_ROWS, min_tail_rows=MIN_TAIL_ROWS)
 
 
 def tokens(seed: int, count: int) -> tuple[int, ...]:
@@ -30,7 +36,7 @@ def keep(index: ChainIndex, lane: Sequence[int]) -> tuple[NodeSpan, ...]:
 
 
 def test_a_chain_is_found_up_to_where_a_prompt_differs() -> None:
-    index = ChainIndex(ROOT, 10_000)
+    index = index_of(10_000)
     lane = tokens(1, 200)
     spans = keep(index, lane)
     assert [(span.start, span.end) for span in spans] == [(0, 64), (64, 128), (128, 192)]
@@ -42,7 +48,7 @@ def test_a_chain_is_found_up_to_where_a_prompt_differs() -> None:
 
 
 def test_a_rest_is_kept_from_a_few_rows_on_and_superseded_by_the_whole_block() -> None:
-    index = ChainIndex(ROOT, 10_000)
+    index = index_of(10_000)
     lane = tokens(1, NODE_ROWS + MIN_TAIL_ROWS)
     first = keep(index, lane)
     assert index.match(tokens(1, 300)).rows == len(lane)
@@ -54,7 +60,7 @@ def test_a_rest_is_kept_from_a_few_rows_on_and_superseded_by_the_whole_block() -
 
 
 def test_what_no_stage_has_acknowledged_is_not_found() -> None:
-    index = ChainIndex(ROOT, 10_000)
+    index = index_of(10_000)
     spans = index.store(tokens(1, 128))
     assert index.match(tokens(1, 128)).rows == 0
     index.publish([spans[0].node])
@@ -63,7 +69,7 @@ def test_what_no_stage_has_acknowledged_is_not_found() -> None:
 
 
 def test_a_lost_node_takes_with_it_all_that_hangs_on_it() -> None:
-    index = ChainIndex(ROOT, 10_000)
+    index = index_of(10_000)
     spans = keep(index, tokens(1, 256))
     branch = keep(index, (*tokens(1, 128), *tokens(2, 64)))
     index.lose([spans[1].node])
@@ -73,7 +79,7 @@ def test_a_lost_node_takes_with_it_all_that_hangs_on_it() -> None:
 
 
 def test_a_node_that_is_lost_unknown_is_dropped_all_the_same() -> None:
-    index = ChainIndex(ROOT, 10_000)
+    index = index_of(10_000)
     stray = NodeId(b"x" * 16)
     index.lose([stray])
     assert index.take_drops() == (stray,)
@@ -81,7 +87,7 @@ def test_a_node_that_is_lost_unknown_is_dropped_all_the_same() -> None:
 
 
 def test_leaves_go_first_and_the_conversation_used_longest_ago_before_others() -> None:
-    index = ChainIndex(ROOT, 6 * NODE_ROWS)
+    index = index_of(6 * NODE_ROWS)
     old, new = keep(index, tokens(1, 192)), keep(index, tokens(2, 192))
     index.use(s.node for s in new)
     index.use(s.node for s in old)
@@ -92,7 +98,7 @@ def test_leaves_go_first_and_the_conversation_used_longest_ago_before_others() -
 
 
 def test_pinned_nodes_stay_and_what_finds_no_room_is_not_stored() -> None:
-    index = ChainIndex(ROOT, 3 * NODE_ROWS)
+    index = index_of(3 * NODE_ROWS)
     head = keep(index, tokens(1, 128))
     index.pin([s.node for s in head])
     assert [s.start for s in keep(index, tokens(2, 192))] == [0]
@@ -104,14 +110,14 @@ def test_pinned_nodes_stay_and_what_finds_no_room_is_not_stored() -> None:
 
 
 def test_nodes_from_before_a_restart_are_found_and_orphans_are_dropped() -> None:
-    index, table = ChainIndex(ROOT, 10_000), NodeTable()
+    index, table = index_of(10_000), NodeTable()
     lane = tokens(1, 192)
     for span in keep(index, lane):
         node = table.make(span, lane)
         assert node is not None
         table.add(node)
     nodes = [table[node] for node in table.ids()]
-    again = ChainIndex(ROOT, 10_000, [nodes[0], nodes[2]])
+    again = index_of(10_000, [nodes[0], nodes[2]])
     assert again.match(lane).rows == NODE_ROWS
     assert again.take_drops() == (nodes[2].id,)
 
@@ -134,7 +140,7 @@ _STEPS = st.one_of(
 def test_the_index_and_the_table_that_follows_it_agree_and_stay_within_their_room(
     steps: list[tuple[str, tuple[int, ...]]], blocks: int
 ) -> None:
-    index, table = ChainIndex(ROOT, blocks * NODE_ROWS), NodeTable()
+    index, table = index_of(blocks * NODE_ROWS), NodeTable()
     pinned: set[NodeId] = set()
     for what, lane in steps:
         if what == "store":
@@ -183,6 +189,6 @@ def _deepest(index: ChainIndex, table: NodeTable, lane: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("rows", [0, NODE_ROWS - 1])
 def test_a_store_without_room_for_a_block_stores_nothing_and_ends(rows: int) -> None:
-    index = ChainIndex(ROOT, rows)
+    index = index_of(rows)
     assert index.store(tokens(1, 300)) == ()
     assert index.rows == 0
