@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.config import SchedulerSettings
 from coordinator.cuts import cut_plan, even_cuts
-from coordinator.frames import CopyRows, LoadNodes, Op, OpenLane, StoreNodes
+from coordinator.errors import ContextTooLong, InvalidValue
+from coordinator.foresight import Wish
+from coordinator.frames import CopyRows, LaneId, LoadNodes, Op, OpenLane, StoreNodes
 from coordinator.jobs import Job
 from coordinator.lanes import LaneChoice, LaneTable
 from coordinator.ledger import Ledger, digest_of
 from coordinator.misses import SessionPasts
-from coordinator.requests import Miss, MissKind, SessionId
+from coordinator.requests import Miss, MissKind, Request, SessionId
 from coordinator.retention import Retention
 from coordinator.ring import RingInfo
 
@@ -32,6 +34,13 @@ class Admission:
         self._retention = retention
         self.lanes = LaneTable(ledger, settings.min_copy_rows)
         self.pasts = SessionPasts(settings.session_limit)
+
+    def check(self, request: Request) -> None:
+        """Raises what no waiting would change."""
+        if len(request.prompt) >= self._info.max_rows:
+            raise ContextTooLong(prompt_tokens=len(request.prompt), limit=self._info.max_rows)
+        if min(request.prompt) < 0 or max(request.prompt) >= self._info.vocab_size:
+            raise InvalidValue("prompt", f"token ids must be in [0, {self._info.vocab_size})")
 
     def seat(
         self, job: Job, running: Iterable[Job], now: float, *, alone: bool, store: Store
@@ -114,6 +123,11 @@ class Admission:
         if job.request.session is not None:
             context = job.context[: job.true_rows]
             self.pasts.ended(job.request.session, context, self._ledger.epoch)
+
+    def foreseen(self, wish: Wish, lane: LaneId) -> None:
+        """The lane holds what the session's next prompt begins with: that is what it may expect to reuse."""
+        self.pasts.ended(wish.session, wish.tokens, self._ledger.epoch)
+        self._retention.left(lane)
 
     def close_session(self, session: SessionId) -> None:
         self.lanes.disown(session)

@@ -24,6 +24,7 @@ class RingCounts:
     reused_rows: int = 0
     stage_busy_s: tuple[float, ...] = ()
     restored_rows: int = 0  # of those reused: brought back from the chain store
+    ahead_rows: int = 0  # computed while nobody waited
     misses: tuple[
         tuple[MissKind, int], ...
     ] = ()  # turns that reused less than their session had, by reason
@@ -35,7 +36,7 @@ class Counter:
     def __init__(self, stages: int) -> None:
         self._frames = self._rows = self._refusals = self._prefilled = self._reused = 0
         self._discarded = self._drafted = self._accepted = 0
-        self._restored = 0
+        self._restored = self._ahead = 0
         self._misses: Counts[MissKind] = Counts()
         self._busy = [0.0] * stages
 
@@ -50,6 +51,9 @@ class Counter:
         self._drafted += drafted
         self._accepted += accepted
         self._discarded += discarded_frames
+
+    def computed_ahead(self, rows: int) -> None:
+        self._ahead += rows
 
     def admitted(self, job: Job) -> None:
         self._prefilled += job.prompt_tokens - job.cached_prefix
@@ -71,5 +75,6 @@ class Counter:
             reused_rows=self._reused,
             stage_busy_s=tuple(self._busy),
             restored_rows=self._restored,
+            ahead_rows=self._ahead,
             misses=tuple(self._misses.items()),
         )

@@ -37,6 +37,7 @@ from coordinator.events import (
     Fail,
     JobEnded,
     JobSatisfied,
+    NextKnown,
     NodeDropped,
     OpenEpoch,
     PrefixPinned,
@@ -47,6 +48,7 @@ from coordinator.events import (
     SessionClosed,
     Submitted,
 )
+from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, NodeId, Seq
 from coordinator.requests import Finished, Request, SessionId
 from coordinator.ring import ProgressSink, Ring, RingInfo
@@ -181,6 +183,11 @@ class RingDriver:
         if self._scheduler is not None:
             self._handle(SessionClosed(session, self._clock.now()))
 
+    def foresee(self, wish: Wish) -> None:
+        """What a session's next request begins with; its rows are computed while the ring is idle."""
+        if self._scheduler is not None and not self._draining:
+            self._handle(NextKnown(wish, self._clock.now()))
+
     # The chain store, for operators
 
     def nodes(self) -> tuple[NodeStatus, ...]:
@@ -193,7 +200,7 @@ class RingDriver:
         core = self._scheduler
         if core is None:
             raise RingUnavailable("the ring is loading")
-        held = core.held_prefix(prefix)
+        held = core.retention.held(prefix)
         if held < len(prefix):
             raise InvalidValue("prefix", f"only {held} of its {len(prefix)} tokens are held here")
         room = core.retention.anchors.room_by_hand()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.drafters import Drafter
 from coordinator.errors import RingserveError
+from coordinator.foresight import Wish
 from coordinator.frames import Epoch, Frame, JobId, NodeId, Reply, Seq
 from coordinator.requests import JobEvent, Request, SessionId
 
@@ -98,6 +99,14 @@ class NodeDropped:
     now: float
 
 
+@dataclass(frozen=True, slots=True)
+class NextKnown:
+    """What a session's next request begins with, while its client is busy elsewhere."""
+
+    wish: Wish
+    now: float
+
+
 Event = (
     Submitted
     | JobEnded
@@ -110,6 +119,7 @@ Event = (
     | SessionClosed
     | PrefixPinned
     | NodeDropped
+    | NextKnown
 )
 
 
@@ -146,6 +156,8 @@ def story_line(event: Event) -> str:
     match event:
         case Submitted(job, request, _, now):
             return f"{now:.3f} submitted job={job} tokens={len(request.prompt)}"
+        case NextKnown(wish, now):
+            return f"{now:.3f} next known session={wish.session} tokens={len(wish.tokens)}"
         case PrefixPinned(prefix, now):
             return f"{now:.3f} pinned tokens={len(prefix)}"
         case ReplyArrived(reply, now):

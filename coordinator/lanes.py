@@ -51,6 +51,9 @@ class LaneTable:
         """Lanes that no job runs in and no session owns: a newcomer there costs nobody anything."""
         return sum(seat.job is None and seat.session is None for seat in self._seats)
 
+    def is_busy(self, lane: LaneId) -> bool:
+        return self._seats[lane].job is not None
+
     def lane_of(self, session: SessionId) -> LaneId | None:
         """The session's lane used last, while its rows lie there."""
         owned = [lane for lane in self._all() if self._seats[lane].session == session]

@@ -89,6 +89,12 @@ class Retention:
                 return op
         return None
 
+    def held(self, prefix: Sequence[int]) -> int:
+        """How many of a prefix's rows lie in one lane or in the store."""
+        lanes = map(LaneId, range(self._ledger.lanes))
+        in_lanes = max(self._ledger.usable_prefix(lane, prefix) for lane in lanes)
+        return max(in_lanes, self.index.match(prefix).rows)
+
     def pin(self, prefix: Sequence[int]) -> StoreNodes | None:
         """Pins a prefix at an operator's wish. What a lane holds of it and the store does not is stored first."""
         if self.anchors.pin(prefix):

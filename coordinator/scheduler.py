@@ -18,8 +18,6 @@ from coordinator.costs import Costs
 from coordinator.counts import Counter, RingCounts
 from coordinator.errors import (
     BrokenInvariant,
-    ContextTooLong,
-    InvalidValue,
     QueueFull,
     RingserveError,
     RingUnavailable,
@@ -34,6 +32,7 @@ from coordinator.events import (
     Fail,
     JobEnded,
     JobSatisfied,
+    NextKnown,
     NodeDropped,
     OpenEpoch,
     PrefixPinned,
@@ -46,6 +45,7 @@ from coordinator.events import (
     story_line,
 )
 from coordinator.fairness import FairQueue
+from coordinator.foresight import AHEAD, Foresight
 from coordinator.frames import (
     Epoch,
     Frame,
@@ -95,6 +95,7 @@ class Scheduler:
         self._down: str | None = None
         self._barren_epochs = 0
         self._costs = Costs(info.stages)
+        self._foresight = Foresight(self.ledger, self.lanes, settings)
         self._filler = Filler(info, settings, self._costs)
         self._counter = Counter(info.stages)
         self._story: deque[str] = deque(maxlen=_STORY_EVENTS)
@@ -127,12 +128,6 @@ class Scheduler:
         """How many of the prompt's first tokens need no computing here. Changes nothing."""
         return self._admission.usable_prefix(prompt)
 
-    def held_prefix(self, prefix: Sequence[int]) -> int:
-        """How many of its tokens' rows lie in one lane or in the store."""
-        lanes = map(LaneId, range(self._info.lanes))
-        in_lanes = max(self.ledger.usable_prefix(lane, prefix) for lane in lanes)
-        return max(in_lanes, self.retention.index.match(prefix).rows)
-
     @property
     def oldest_in_flight(self) -> Seq | None:
         return next(iter(self._in_flight), None)
@@ -143,11 +138,7 @@ class Scheduler:
         """
         if self._down is not None:
             raise RingUnavailable(self._down)
-        if len(request.prompt) >= self._info.max_rows:
-            raise ContextTooLong(prompt_tokens=len(request.prompt), limit=self._info.max_rows)
-        beyond = max(request.prompt)
-        if min(request.prompt) < 0 or beyond >= self._info.vocab_size:
-            raise InvalidValue("prompt", f"token ids must be in [0, {self._info.vocab_size})")
+        self._admission.check(request)
         if self.waiting >= self._settings.queue_limit:
             raise QueueFull(waiting=self.waiting, retry_after_s=1.0)
 
@@ -176,6 +167,9 @@ class Scheduler:
                 pass  # the frame that waited for it is made below
             case SessionClosed(session):
                 self._admission.close_session(session)
+                self._foresight.forget(session)
+            case NextKnown(wish):
+                self._foresight.wish(wish)
             case PrefixPinned(prefix):
                 self._store(self.retention.pin(prefix) if self._epoch_open else None)
             case NodeDropped(node):
@@ -187,6 +181,7 @@ class Scheduler:
         self.admissible(event.request)
         job = Job(event.job, event.request, event.now, self._info.max_rows, event.drafter)
         self._queue.push(job)
+        self._foresight.forget(event.request.session)
 
     def _end_job(self, job_id: JobId, error: RingserveError) -> None:
         job = self._jobs.get(job_id)
@@ -244,6 +239,8 @@ class Scheduler:
         answers = {answer.lane: answer for answer in reply.segments}
         for segment in frame.segments:
             job = self._jobs.get(segment.job)
+            if segment.job == AHEAD and _refusal_of(segment.lane, reply) is not None:
+                self._foresight.refused(segment.lane)
             if job is not None and job.expects(reply.seq):
                 self._answer(job, segment, answers.get(segment.lane), reply, now)
 
@@ -325,7 +322,7 @@ class Scheduler:
                 break
             self._send(batch)
         if self._epoch_open and not self._jobs and not self._queue and not self._in_flight:
-            self._store(self.retention.at_leisure())
+            self._work_ahead()
 
     @property
     def _computing(self) -> int:
@@ -350,6 +347,19 @@ class Scheduler:
                 self._jobs[job.id] = job
                 return job
         return None
+
+    def _work_ahead(self) -> None:
+        """What is worth doing while nobody waits: one frame at a time, since somebody may come."""
+        self._store(self.retention.at_leisure())
+        step = self._foresight.next_step() if not self._in_flight else None
+        if step is not None:
+            seq, alone = self.ledger.next_seq, self._info.lends_cores
+            self._dispatch(
+                Frame(self.ledger.epoch, seq, (step.opening,), (step.segment,), alone=alone)
+            )
+            self._counter.computed_ahead(step.segment.width)
+            if step.completes:
+                self._admission.foreseen(step.wish, step.segment.lane)
 
     def _is_alone(self, batch: Batch) -> bool:
         """Whether the whole ring waits for this frame: the last chunk of the only job's prompt."""

@@ -25,6 +25,7 @@ from coordinator.events import (
     Event,
     Fail,
     JobEnded,
+    NextKnown,
     OpenEpoch,
     ReplyArrived,
     ReplyOverdue,
@@ -32,6 +33,7 @@ from coordinator.events import (
     Send,
     Submitted,
 )
+from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, LaneId, Reply, Seq
 from coordinator.requests import Finished, Request, SamplingSpec, SessionId, Started, TokenDelta
 from coordinator.scheduler import Scheduler
@@ -63,6 +65,10 @@ class PlannedJob:
     seed: int | None = None  # None: greedy
     draft: bool = True
     cancel_after_s: float | None = None
+    # When it has finished, the session's next prompt is known to begin with so much of its own prompt and answer,
+    # and with these tokens behind it. None: nothing is known.
+    next_keeps: int | None = None
+    next_adds: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -242,12 +248,22 @@ class Simulation:
                     played.tokens.extend(event.tokens)
                 else:
                     played.finished = event
+                    self._foresee(job)
             case Fail(job, error):
                 self._require(not self.jobs[job].ended, "failed behind the end")
                 self.jobs[job].error = error
             case OpenEpoch(epoch, _):
                 self.epochs += 1
                 self._later(self.now + 0.1, epoch)
+
+    def _foresee(self, job: JobId) -> None:
+        planned, played = self._plan[job], self.jobs[job]
+        if planned.next_keeps is None or played.request.session is None:
+            return
+        told = (*played.request.prompt, *played.tokens)[: planned.next_keeps]
+        if told or planned.next_adds:
+            wish = Wish(played.request.session, (*told, *planned.next_adds))
+            self._events.append(NextKnown(wish, self.now))
 
     def _later(
         self,
@@ -325,6 +341,8 @@ def random_plan(seed: int, jobs: int, vocab_size: int, *, head: int = 20) -> tup
                 seed=dice.choice((None, None, dice.randrange(1 << 32))),
                 draft=dice.random() < 0.8,
                 cancel_after_s=dice.uniform(0.0, 0.4) if dice.random() < 0.2 else None,
+                next_keeps=dice.randint(0, 40) if dice.random() < 0.4 else None,
+                next_adds=tuple(dice.randrange(vocab_size) for _ in range(dice.randint(0, 20))),
             )
         )
     return tuple(plan)

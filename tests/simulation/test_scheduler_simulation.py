@@ -37,6 +37,7 @@ def test_whole_runs_of_random_turns_and_faults_never_change_a_token(block: int) 
     # What would make the verdict hollow: nothing reused, nothing speculated, nothing refused.
     assert sum(count.reused_rows for count in counts) > 0
     assert sum(count.restored_rows for count in counts) > 0
+    assert sum(count.ahead_rows for count in counts) > 0
     assert sum(count.accepted for count in counts) > 0
     assert sum(count.discarded_frames for count in counts) > 0
     assert sum(run.refusals for run in runs) > 0
@@ -104,6 +105,38 @@ def test_sessions_that_share_one_lane_go_on_from_the_store() -> None:
         assert job.started.cached_prefix >= 30
         assert job.started.miss is None or job.started.miss.kind is MissKind.EVICTED
     assert simulation.scheduler.counts.restored_rows >= 4 * 30
+
+
+def _thinking(faults: FaultScript = ()) -> Simulation:
+    """The next prompt has the first turn's question, but not what the model thought; the ring is told in time."""
+    said = tuple(range(20, 40))
+    plan = (
+        PlannedJob(0.0, tuple(range(30)), "a", max_new_tokens=8, next_keeps=30, next_adds=said),
+        PlannedJob(9.0, (*range(30), *said, 7, 8, 9), "a", max_new_tokens=8),
+    )
+    return Simulation(plan, _MODEL, settings=_SETTINGS, faults=faults, host_rows=200)
+
+
+def test_what_the_next_prompt_begins_with_is_prefilled_while_nobody_waits() -> None:
+    simulation = _thinking()
+    simulation.run()
+    second = simulation.jobs[JobId(1)]
+    assert second.started is not None
+    assert second.started.cached_prefix == 50
+    assert second.started.miss is None
+    assert simulation.scheduler.counts.ahead_rows == 20
+
+
+def test_a_stage_that_lost_what_was_computed_ahead_costs_rows_and_no_token() -> None:
+    frames = int(_played(_thinking()).network.stages[1].ledger.next_seq)
+    for nth in range(frames):
+        simulation = _played(_thinking((Restart(stage=1, nth=nth),)))
+        assert all(job.finished for job in simulation.jobs.values()), nth
+
+
+def _played(simulation: Simulation) -> Simulation:
+    simulation.run()
+    return simulation
 
 
 def _two_turns(faults: FaultScript = ()) -> Simulation:
