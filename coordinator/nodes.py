@@ -100,6 +100,9 @@ class NodeTable:
         tokens = array("i", lane[span.start : span.end])
         if len(tokens) != span.end - span.start or node_id(span.parent, tokens) != span.node:
             return None
+        parent = self._nodes.get(span.parent)
+        if span.start != (0 if parent is None else parent.end):
+            return None  # an id does not say where its rows begin: the true child would find it taken
         if span.start > 0 and self._chain_differs(span.parent, lane, span.start) is not None:
             return None
         return Node(span.node, span.parent, span.start, tokens)

@@ -44,6 +44,8 @@ class Retention:
             node_rows=settings.node_rows,
             min_tail_rows=settings.min_copy_rows,
         )
+        for node in self.index.nodes():
+            ledger.nodes.add(node)
         self.anchors = Anchors(self.index)
         self._tickets: dict[Seq, _Ticket] = {}
         self._heads: dict[LaneId, int] = {}  # where the head of a lane's last job ends

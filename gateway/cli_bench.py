@@ -94,6 +94,31 @@ def multiturn(
 
 
 @bench.command()
+def restore(
+    sessions: Annotated[int, typer.Option(help="Conversations, more than lanes.")] = 12,
+    history_tokens: Annotated[int, typer.Option(help="Tokens that each begins with.")] = 1500,
+    model: BenchModel = "smollm2",
+    stages: Stages = _DEFAULTS.stages,
+    lanes: Lanes = _DEFAULTS.lanes,
+    max_rows: MaxRows = 2048,
+    ring: Ring = _DEFAULTS.ring,
+    as_json: Json = False,
+) -> None:
+    """Says what a turn costs whose rows come back from host memory, or from disk behind a restart."""
+    try:
+        settings = ServeSettings(
+            model=model, stages=stages, lanes=lanes, max_rows=max_rows, ring=ring
+        )
+        from gateway.bench.restore import Load
+        from gateway.bench.restore_command import restore_command
+
+        right = restore_command(settings, Load(sessions, history_tokens), as_json)
+    except SetupError as error:
+        raise typer.Exit(fail(error)) from None
+    raise typer.Exit(0 if right else 1)
+
+
+@bench.command()
 def pipeline(
     model: BenchModel = "smollm2",
     ring: Ring = _DEFAULTS.ring,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gateway.settings import Device, Dtype, Numerics, RingKind
+from gateway.settings import KV_DISK_BYTES, Device, Dtype, Numerics, RingKind
+from gateway.sizes import parse_size
 
 Model = Annotated[
     str, typer.Argument(envvar="RINGSERVE_MODEL", help="A folder, a hub id, or the word smollm2.")
@@ -83,6 +85,35 @@ Spread = Annotated[
         "--spread",
         envvar="RINGSERVE_SPREAD",
         help="A machine of the Ray cluster for each stage, where it has that many.",
+    ),
+]
+KvHostBytes = Annotated[
+    int | None,
+    typer.Option(
+        envvar="RINGSERVE_KV_HOST_BYTES",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Host memory of each stage for rows that have left their lanes, such as 4G; 0 keeps none.",
+        show_default="a quarter of what is free, shared by the stages of a host",
+    ),
+]
+KvDisk = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="RINGSERVE_KV_DISK",
+        file_okay=False,
+        help="A folder on each stage's machine that keeps these rows over a restart.",
+        show_default="they end with the process",
+    ),
+]
+KvDiskBytes = Annotated[
+    int,
+    typer.Option(
+        envvar="RINGSERVE_KV_DISK_BYTES",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Disk space of each stage for --kv-disk.",
+        show_default=f"{KV_DISK_BYTES // 2**30}G",
     ),
 ]
 Host = Annotated[str, typer.Option(envvar="RINGSERVE_HOST", help="The address to listen on.")]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.clock import SystemClock
 from coordinator.driver import RingDriver
+from coordinator.errors import InvalidSetting
 from coordinator.ring import Ring, RingInfo
 from coordinator.router import Router
 from gateway.chat.tokenizer import ChatTokenizer
@@ -59,7 +60,7 @@ class _Model:
     name: str
     folder: Path | None
     tokenizer: ChatTokenizer
-    make_ring: Callable[[], Ring]
+    make_ring: Callable[[str], Ring]  # by the ring's name
     check_room: Callable[[], None]  # for one more ring; raises SetupError
 
 
@@ -77,7 +78,7 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
         clock = SystemClock()
 
         def make_driver(name: str) -> RingDriver:
-            return RingDriver(name, model.make_ring(), settings.scheduler, clock, drafters)
+            return RingDriver(name, model.make_ring(name), settings.scheduler, clock, drafters)
 
         router = Router((), settings.scheduler.session_limit)
         rings = RingSet(router, make_driver, board.sink, model.check_room)
@@ -137,7 +138,7 @@ def _fake_model(settings: ServeSettings) -> _Model:
         end_token=min(tokenizer.stop_token_ids),
     )
 
-    def make_ring() -> Ring:
+    def make_ring(_: str) -> Ring:
         return FakeRing(
             settings.stages,
             settings.lanes,
@@ -151,17 +152,22 @@ def _fake_model(settings: ServeSettings) -> _Model:
     return _Model(name, None, tokenizer, make_ring, lambda: None)
 
 
-def _local_rings(settings: ServeSettings, config: RingConfig) -> Callable[[], Ring]:
+def _local_rings(settings: ServeSettings, config: RingConfig) -> Callable[[str], Ring]:
     from stage.local_ring import LocalRing
 
-    return lambda: LocalRing(config)
+    return lambda name: LocalRing(_named(config, name))
 
 
-def _ray_rings(settings: ServeSettings, config: RingConfig) -> Callable[[], Ring]:
+def _ray_rings(settings: ServeSettings, config: RingConfig) -> Callable[[str], Ring]:
     from stage.ray_ring import RayCluster, RayRing
 
     cluster = RayCluster(settings.ray_address)
-    return lambda: RayRing(config, cluster)
+    return lambda name: RayRing(_named(config, name), cluster)
+
+
+def _named(config: RingConfig, name: str) -> RingConfig:
+    """A folder of its own: what one ring gives up, another one may count on."""
+    return config if config.kv_disk is None else replace(config, kv_disk=config.kv_disk / name)
 
 
 def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig:
@@ -181,7 +187,22 @@ def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig
         dtype=plan.dtype,
         numerics=settings.numerics,
         spread=settings.spread,
+        kv_host_bytes=settings.kv_host_bytes,
+        kv_disk=_folder(settings.kv_disk),
+        kv_disk_bytes=settings.kv_disk_bytes,
+        rings=settings.rings,
     )
+
+
+def _folder(kv_disk: Path | None) -> Path | None:
+    """Raises InvalidSetting here, where the operator sees it. Stages live elsewhere, and go on without a folder."""
+    if kv_disk is None:
+        return None
+    try:
+        kv_disk.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidSetting("kv_disk", str(error)) from error
+    return kv_disk.resolve()
 
 
 def _check_room(settings: ServeSettings, config: RingConfig) -> None:

@@ -10,9 +10,12 @@ import ipaddress
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from coordinator.config import SchedulerSettings
 from coordinator.errors import InvalidSetting
+
+KV_DISK_BYTES = 16 * 2**30
 
 
 class RingKind(StrEnum):
@@ -88,6 +91,11 @@ class ServeSettings:
     ray_address: str | None = None  # None: a Ray of our own on this machine
     spread: bool = False  # a node of the cluster for each stage of a ring
     draft_model: str | None = None  # None: only what stood in the context before is drafted
+    # Of each stage, for rows that have left their lanes; None: a quarter of what the host has, shared by its stages.
+    kv_host_bytes: int | None = None
+    # A folder that keeps them over a restart; each ring has one of its own in it.
+    kv_disk: Path | None = None
+    kv_disk_bytes: int = KV_DISK_BYTES  # of each stage
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
 
@@ -104,6 +112,15 @@ class ServeSettings:
             raise InvalidSetting("model", "is empty")
         if self.draft_model is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("draft_model", "a fake ring has no vocabulary to share")
+        self._check_store()
+
+    def _check_store(self) -> None:
+        if self.kv_host_bytes is not None and self.kv_host_bytes < 0:
+            raise InvalidSetting("kv_host_bytes", f"must not be negative, got {self.kv_host_bytes}")
+        if self.kv_disk_bytes < 1:
+            raise InvalidSetting("kv_disk_bytes", f"must be at least 1, got {self.kv_disk_bytes}")
+        if self.kv_disk is not None and self.ring is RingKind.FAKE:
+            raise InvalidSetting("kv_disk", "a fake ring has no rows to keep")
 
 
 def _is_loopback(host: str) -> bool:

@@ -102,6 +102,7 @@ class StageActor:
         except RingLost as error:
             return LoopEnd(error.stage, error.reason)
         finally:
+            self._stage.close()
             # ZeroMQ's sockets belong to the thread that uses them.
             sender.close()
             self._listener.close()

@@ -17,6 +17,7 @@ import torch
 
 from coordinator.errors import ModelDoesNotFit, ModelUnusable, NumericsNotExact
 from coordinator.frames import PROTOCOL_VERSION
+from coordinator.nodes import Node, root_of
 from coordinator.ring import RingInfo, StageProgress
 from stage.attention import Numerics, RowSegment
 from stage.config import RingConfig
@@ -26,6 +27,7 @@ from stage.model.damage import in_one_line, unusable
 from stage.model.slice import ModelSlice, RowBatch, SliceOutput, load_slice
 from stage.numerics import probe_cores, probe_numerics
 from stage.stage import Stage
+from stage.stores import open_store
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class StageReport:
     exact: bool
     device: str
     lends_cores: bool
+    host_rows: int = 0  # rows that its store has room for
+    stored: tuple[Node, ...] = ()  # what lies on its disk from before
 
 
 def build_stage(
@@ -66,19 +70,23 @@ def build_stage(
             exact, words = _probe(config, index, model)
             if not (exact and probe_cores(model, cores)):
                 cores = Cores(cores.shared, cores.shared)
+    identity = fingerprint(config.model_dir)
+    store = open_store(config, model, identity, stages_here)
     note.say("ready")
     report = StageReport(
         protocol_version=PROTOCOL_VERSION,
-        fingerprint=fingerprint(config.model_dir),
+        fingerprint=identity,
         vocab_size=model.decoder.vocab_size,
         layers=model.decoder.n_layers,
         numerics=words,
         exact=exact,
         device=device,
         lends_cores=cores.alone > cores.shared,
+        host_rows=store.capacity_rows,
+        stored=store.on_disk(),
     )
     log.info("ready stage=%d layers=%d-%d numerics=%s", index, *config.splits[index], words)
-    return Stage(index, model, cores), report
+    return Stage(index, model, cores, store), report
 
 
 @contextmanager
@@ -129,8 +137,22 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
         numerics=numerics,
         exact=all(report.exact for report in reports),
         devices=tuple(report.device for report in reports),
+        host_rows=min(report.host_rows for report in reports),
+        stored=_held_by_all(reports),
         lends_cores=any(report.lends_cores for report in reports),
     )
+
+
+def _held_by_all(reports: Sequence[StageReport]) -> tuple[Node, ...]:
+    """Nodes that every stage has, with all that they hang on; parents first. What only some have stays unused there."""
+    everywhere = set.intersection(*({node.id for node in report.stored} for report in reports))
+    ends = {root_of(reports[0].fingerprint): 0}
+    held = []
+    for node in sorted(reports[0].stored, key=lambda node: node.start):
+        if node.id in everywhere and ends.get(node.parent) == node.start:
+            ends[node.id] = node.end
+            held.append(node)
+    return tuple(held)
 
 
 class _Notes:

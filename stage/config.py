@@ -30,15 +30,26 @@ class RingConfig:
     cpu_share: float = 0.5
     # A node of the cluster for each stage, where it has that many; else as few nodes as will do.
     spread: bool = False
+    # Bytes of a stage's host memory for chain nodes; 0 keeps none; None: a quarter of what its host has available
+    # once the weights are loaded, shared by the stages there.
+    kv_host_bytes: int | None = None
+    # A folder that keeps chain nodes over a restart, on each stage's host; one ring's only.
+    kv_disk: Path | None = None
+    # Of each stage; beyond it the files used longest ago go.
+    kv_disk_bytes: int = 16 * 2**30
+    # Rings of this kind that share the hosts.
+    rings: int = 1
 
     def __post_init__(self) -> None:
         self._check_splits()
-        for name in ("lanes", "max_rows", "threads"):
+        for name in ("lanes", "max_rows", "threads", "kv_disk_bytes", "rings"):
             if getattr(self, name) < 1:
                 raise InvalidSetting(name, f"must be at least 1, got {getattr(self, name)}")
         for name, known in (("dtype", DTYPES), ("numerics", NUMERICS), ("device", ("cpu", "cuda"))):
             if getattr(self, name) not in known:
                 raise InvalidSetting(name, f"must be one of {', '.join(known)}")
+        if self.kv_host_bytes is not None and self.kv_host_bytes < 0:
+            raise InvalidSetting("kv_host_bytes", f"must not be negative, got {self.kv_host_bytes}")
         if not self.cpu_share > 0:
             raise InvalidSetting("cpu_share", "must be greater than 0")
 

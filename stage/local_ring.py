@@ -154,6 +154,8 @@ class _StageThread(threading.Thread):
             run_stage(self.stage, self.inlet, self._outlet)
         except RingLost as error:
             self._replies.lose(error.stage, error.reason)
+        finally:
+            self.stage.close()
 
 
 def _unless_failed(result: tuple[Stage, StageReport] | BaseException) -> tuple[Stage, StageReport]:

@@ -11,7 +11,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from coordinator.frames import Epoch, Frame, LaneId, LaneRows, Refusal, Reply, Seq, StageTiming
+from coordinator.frames import (
+    Epoch,
+    Frame,
+    LaneId,
+    LaneRows,
+    NodeId,
+    Refusal,
+    Reply,
+    Seq,
+    StageTiming,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,7 @@ class FrameMessage:
     timings: tuple[StageTiming, ...] = ()
     computed: tuple[LaneId, ...] = ()  # whose segments' rows are in `hidden`, in the frame's order
     hidden: Tensor | None = None  # [rows of the computed segments, hidden]
+    lost: tuple[NodeId, ...] = ()  # nodes that some stage so far does not have, or could not keep
 
     @property
     def refused_whole(self) -> bool:

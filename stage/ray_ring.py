@@ -11,7 +11,6 @@ import contextlib
 import logging
 import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from stage.messages import FrameMessage, ReplyMessage
 from stage.placement import Share, along_nodes, share_of
 from stage.processes import await_exits
 from stage.replies import ReplyQueue
-from stage.transport import Endpoint, Link, Listener, Sender
+from stage.transport import Endpoint, Link, Listener, Sender, private_folder
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ _PROGRESS_EVERY_S = 0.2
 _REACH_S = 5.0
 # A killed process ends within milliseconds, unless the kernel has much memory to take back.
 _EXIT_S = 5.0
-# A Unix socket's path may have 107 bytes.
-_LONGEST_TEMP = 60
 
 
 class RayCluster:
@@ -249,7 +246,7 @@ class _Started:
         """By node, not by host: only what Ray counts as one node surely shares a file system."""
         here = ray.get_runtime_context().get_node_id()
         if all(place.node == here for place in self.places):
-            self._folder = _private_folder()
+            self._folder = private_folder()
             where: list[Path | str] = [self._folder / str(n) for n in range(len(self.places))]
             replies = self._listen(self._folder / "replies")
         else:
@@ -289,7 +286,11 @@ class _Started:
         return [place.pid for place in self.places if place.host == here]
 
     async def end(self) -> None:
+        was_lost = self.replies.loss is not None
         self.replies.fail(None, "stopped")
+        if self._watchers and not was_lost:
+            # Told to stop, a loop ends at once, or once it has written what was on its way to the disk.
+            await asyncio.wait(self._watchers, timeout=_EXIT_S)
         with contextlib.suppress(RayError):
             for actor in self.actors:
                 ray.kill(actor)
@@ -318,13 +319,6 @@ def _in_a_line(error: RayError) -> str:
     """Ray's errors carry whole tracebacks as their text."""
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-
-
-def _private_folder() -> Path:
-    """For the sockets; mkdtemp lets nobody else in."""
-    usual = tempfile.gettempdir()
-    parent = usual if len(usual) < _LONGEST_TEMP else "/tmp"
-    return Path(tempfile.mkdtemp(prefix="ringserve-", dir=parent))
 
 
 # Placement and loading

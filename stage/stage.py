@@ -1,9 +1,9 @@
 """One stage: takes a frame, refuses or computes it, and says what the next stage or the coordinator gets.
 
 Decides the order of things: check the message, apply the frame to the ledger, then the ops, then all taken segments
-in one call of the slice, and on the tail sampling. Every row it computes was taken by its own ledger first. It may
-not decide what is refused (the ledger does) nor how messages travel. A frame never ends it; an error in computing
-does, since the rows behind it are then unknown.
+in one call of the slice, on the tail sampling, and last the nodes to be stored. Every row it computes was taken by
+its own ledger first. It may not decide what is refused (the ledger does) nor how messages travel. A frame never ends
+it; an error in computing does, since the rows behind it are then unknown.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from torch import Tensor
 
 from coordinator.errors import InvalidValue
 from coordinator.frames import (
-    CopyRows,
-    DropNodes,
     Epoch,
     Frame,
     LaneId,
     LaneRows,
-    LoadNodes,
     Refusal,
     RefusalCode,
     Reply,
@@ -38,8 +35,10 @@ from coordinator.frames import (
 from coordinator.ledger import Applied, Ledger, Standing
 from stage.attention import RowSegment
 from stage.cores import Cores
+from stage.kv.store import HostStore
 from stage.messages import FrameMessage, Garbled, ReplyMessage
 from stage.model.slice import ModelSlice, RowBatch
+from stage.ops import FrameOps, joined
 from stage.sampling import (
     AskedRow,
     History,
@@ -62,13 +61,15 @@ class Waited:
 
 
 class Stage:
-    """One replica: its ledger and its slice. One thread processes; `open_epoch` may come from another one."""
+    """One replica: ledger, slice and nodes. One thread processes; `open_epoch` may come from another one."""
 
-    def __init__(self, index: int, model: ModelSlice, cores: Cores) -> None:
+    def __init__(self, index: int, model: ModelSlice, cores: Cores, store: HostStore) -> None:
         self.index = index
         self.model = model
         self._cores = cores
+        self.store = store
         self.ledger = Ledger(model.rows.lanes, model.rows.max_rows, stage=index)
+        self._ops = FrameOps(self.ledger, model.rows, store)
         self._opened = Epoch(0)
         self._lock = Lock()
 
@@ -77,6 +78,10 @@ class Stage:
         self._opened = epoch
         with self._lock:
             self.ledger.reset(epoch)
+
+    def close(self) -> None:
+        """Called when the last frame was processed: what is to outlive the stage gets a moment to reach the disk."""
+        self.store.close()
 
     def process(
         self, message: FrameMessage | Garbled, waited: Waited = Waited()
@@ -101,6 +106,7 @@ class Stage:
         refusals = message.refusals if message.refused_whole else self._check(message)
         if _is_whole(refusals):
             return self._refuse(message, refusals)
+        gone = self._ops.prepare(frame)
         applied = self.ledger.apply(frame, refusals)
         if applied.standing is Standing.APPLIED:
             log.debug("ignored stage=%d epoch=%d seq=%d", self.index, frame.epoch, frame.seq)
@@ -108,18 +114,23 @@ class Stage:
         refusals += applied.refusals
         if applied.standing is Standing.REFUSED:
             return self._refuse(message, refusals)
-        self._run_ops(frame, applied, {refusal.lane for refusal in refusals})
-        message = replace(message, refusals=refusals)
+        self._ops.run(frame, applied, {refusal.lane for refusal in refusals})
+        lost = joined(message.lost, gone, applied.lost)
+        message = replace(message, refusals=refusals, lost=lost)
         output = self._compute(message, applied.segments)
         if self.model.decoder.is_tail:
-            return self._reply(message, applied.segments, output)
+            return self._reply(message, applied, output)
         computed = tuple(segment.lane for segment in applied.segments)
-        return replace(message, lanes=self._least(message), computed=computed, hidden=output)
+        lost = joined(lost, self._ops.store(applied.stores, ()))
+        return replace(
+            message, lanes=self._least(message), lost=lost, computed=computed, hidden=output
+        )
 
     def _refuse(self, message: FrameMessage, refusals: tuple[Refusal, ...]) -> FrameMessage:
         """The whole frame goes on to the tail without rows, for the coordinator to hear of it."""
         lanes = self._least(message)
-        return replace(message, refusals=refusals, lanes=lanes, computed=(), hidden=None)
+        lost = joined(message.lost, self._ops.unknown(message.frame))
+        return replace(message, refusals=refusals, lanes=lanes, lost=lost, computed=(), hidden=None)
 
     # What the ledger cannot know
 
@@ -159,19 +170,6 @@ class Stage:
 
     # What is computed
 
-    def _run_ops(self, frame: Frame, applied: Applied, refused: set[LaneId | None]) -> None:
-        """In the frame's order: a copy may read what a later opening gives up."""
-        rows = self.model.rows
-        for op in frame.ops:
-            if isinstance(op, CopyRows):
-                if op in applied.moves:
-                    rows.copy_rows(op.source, op.target, op.rows)
-            elif isinstance(op, LoadNodes | DropNodes):
-                raise NotImplementedError
-            elif op.lane not in refused:
-                # Void rows are zeroed: a mask does not keep one conversation's NaN from the next one.
-                rows.clear(op.lane, op.cached_prefix)
-
     def _compute(self, message: FrameMessage, taken: tuple[Segment, ...]) -> Tensor | None:
         """Hidden rows, or on the tail logits of the asked rows; None when nothing was taken."""
         if not taken:
@@ -196,14 +194,23 @@ class Stage:
         return tuple(LaneRows(lane, min(n, before.get(lane, n))) for lane, n in rows.items())
 
     def _reply(
-        self, message: FrameMessage, taken: tuple[Segment, ...], logits: Tensor | None
+        self, message: FrameMessage, applied: Applied, logits: Tensor | None
     ) -> ReplyMessage:
         frame = message.frame
-        sampled, added = self._sample(taken, logits)
+        sampled, added = self._sample(applied.segments, logits)
         refusals = (*message.refusals, *added)
+        lost = self._ops.store(applied.stores, {refusal.lane for refusal in added})
         segments = tuple(_segment_reply(s, sampled.get(s.lane)) for s in frame.segments)
         lanes = self._least(message)
-        reply = Reply(frame.epoch, frame.seq, segments, lanes, refusals, message.timings)
+        reply = Reply(
+            frame.epoch,
+            frame.seq,
+            segments,
+            lanes,
+            refusals,
+            message.timings,
+            joined(message.lost, lost),
+        )
         return ReplyMessage(message.opened, reply)
 
     def _sample(
@@ -287,7 +294,9 @@ def _with_timing(
         return replace(outcome, timings=timings)
     frame = outcome.frame
     segments = tuple(SegmentReply(s.lane, s.job, s.start, refused=True) for s in frame.segments)
-    reply = Reply(frame.epoch, frame.seq, segments, outcome.lanes, outcome.refusals, timings)
+    reply = Reply(
+        frame.epoch, frame.seq, segments, outcome.lanes, outcome.refusals, timings, outcome.lost
+    )
     return ReplyMessage(outcome.opened, reply)
 
 

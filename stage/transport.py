@@ -9,6 +9,7 @@ Shared memory or NCCL would be another Inlet and Outlet.
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 # No frame comes near it: a stranger's announcement of more is refused before memory is given to it.
 _LONGEST_PART = 1 << 30
 _ZAP_DOMAIN = b"ring"
+# A Unix socket's path may have 107 bytes.
+_LONGEST_TEMP = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +188,10 @@ class Sender:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def private_folder() -> Path:
+    """For sockets of one host; mkdtemp lets nobody else in."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) < _LONGEST_TEMP else "/tmp"
+    return Path(tempfile.mkdtemp(prefix="ringserve-", dir=parent))

@@ -21,10 +21,13 @@ from coordinator.errors import InvalidValue
 from coordinator.frames import (
     PROTOCOL_VERSION,
     CopyRows,
+    DropNodes,
     Epoch,
     Frame,
     LaneId,
     LaneRows,
+    LoadNodes,
+    NodeId,
     Op,
     OpenLane,
     Refusal,
@@ -32,6 +35,7 @@ from coordinator.frames import (
     Segment,
     Seq,
     StageTiming,
+    StoreNodes,
 )
 from stage.messages import Delivery, FrameMessage, Garbled, ReplyMessage
 
@@ -46,7 +50,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 # msgspec cannot tell dataclasses of a union apart: an op travels with its place in this table. Append only.
-_OPS: tuple[type[Op], ...] = (OpenLane, CopyRows)
+_OPS: tuple[type[Op], ...] = (OpenLane, CopyRows, LoadNodes, DropNodes)
 _OP_DECODERS = tuple(msgspec.msgpack.Decoder(op) for op in _OPS)
 
 
@@ -68,6 +72,8 @@ class _FrameBody(msgspec.Struct, array_like=True, frozen=True):
     computed: tuple[LaneId, ...]
     hidden: _TensorHead | None
     alone: bool
+    after: tuple[StoreNodes, ...]
+    lost: tuple[NodeId, ...]
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -127,6 +133,8 @@ def _frame_body(message: FrameMessage) -> _FrameBody:
         computed=message.computed,
         hidden=head,
         alone=frame.alone,
+        after=frame.after,
+        lost=message.lost,
     )
 
 
@@ -135,12 +143,13 @@ def _read_frame(opened: Epoch, epoch: Epoch, seq: Seq, parts: Sequence[Buffer]) 
     ops = tuple(_read_op(tag, raw) for tag, raw in body.ops)
     return FrameMessage(
         opened=opened,
-        frame=Frame(epoch, seq, ops, body.segments, body.alone),
+        frame=Frame(epoch, seq, ops, body.segments, body.alone, body.after),
         refusals=body.refusals,
         lanes=body.lanes,
         timings=body.timings,
         computed=body.computed,
         hidden=None if body.hidden is None else _read_tensor(body.hidden, parts[2]),
+        lost=body.lost,
     )
 
 

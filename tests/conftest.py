@@ -43,7 +43,7 @@ def ring_factory(request: pytest.FixtureRequest) -> RingFactory:
 @pytest.fixture(scope="session")
 def fake_ring_factory() -> RingFactory:
     def make(*, lanes: int, max_rows: int) -> Ring:
-        return FakeRing(3, lanes, max_rows, vocab_size=FAKE_VOCABULARY)
+        return FakeRing(3, lanes, max_rows, vocab_size=FAKE_VOCABULARY, host_rows=1000)
 
     return make
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -37,6 +38,7 @@ from coordinator.frames import (
     JobId,
     LaneId,
     LaneRows,
+    LoadNodes,
     OpenLane,
     Refusal,
     RefusalCode,
@@ -45,6 +47,7 @@ from coordinator.frames import (
     SegmentReply,
     Seq,
 )
+from coordinator.nodes import Node, node_id, root_of
 from coordinator.requests import Finished, FinishReason, Request, Started, TokenDelta
 from coordinator.scheduler import Scheduler
 from fakering.model import FakeModel
@@ -272,3 +275,16 @@ def test_a_ring_that_lends_no_cores_gets_no_lone_frames() -> None:
     scheduler = Scheduler("ring-0", info, _SETTINGS)
     frames = _frames(_submit(scheduler, 1, *range(1, 9)))
     assert not any(frame.alone for frame in frames)
+
+
+def test_a_ring_that_kept_nodes_over_a_restart_goes_on_from_them() -> None:
+    prompt = tuple(range(1, 13))
+    lane, root = array("i", prompt[:8]), root_of(repr(FakeModel(vocab_size=50)))
+    node = Node(node_id(root, lane), root, 0, lane)
+    info = replace(
+        describe("fake", FakeModel(vocab_size=50), 2, 2, 32), host_rows=100, stored=(node,)
+    )
+    scheduler = Scheduler("ring-0", info, replace(_SETTINGS, node_rows=8, min_copy_rows=2))
+    (frame,) = _frames(_submit(scheduler, 1, *prompt))
+    assert [type(op) for op in frame.ops] == [LoadNodes, OpenLane]
+    assert frame.segments[0].start == 8

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -17,11 +18,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from coordinator.frames import (
     CopyRows,
+    DropNodes,
     Epoch,
     Frame,
     JobId,
     LaneId,
     LaneRows,
+    LoadNodes,
+    NodeId,
+    NodeSpan,
     Op,
     OpenLane,
     Refusal,
@@ -32,6 +37,7 @@ from coordinator.frames import (
     SegmentReply,
     Seq,
     StageTiming,
+    StoreNodes,
 )
 from coordinator.ledger import digest_of
 from coordinator.requests import RowLogprobs, SamplingSpec
@@ -40,6 +46,7 @@ from stage.messages import Delivery, FrameMessage, Garbled, Message, ReplyMessag
 from stage.transport import Endpoint, Link
 
 LOOPBACK = "127.0.0.1"
+NODES = tuple(NodeId(bytes([n] * 16)) for n in (1, 2, 3))
 
 SPEC = SamplingSpec(
     temperature=0.7, top_k=5, seed=(1 << 64) - 1, logit_bias=((3, -1.5),), logprobs=2
@@ -53,23 +60,29 @@ def segment(lane: int = 0, tokens: tuple[int, ...] = (1, 2), **rest) -> Segment:
 def frame_message(dtype: torch.dtype = torch.float32, seq: int = 7) -> FrameMessage:
     ops = (
         CopyRows(LaneId(1), LaneId(0), 4),
+        DropNodes((NODES[2],)),
+        LoadNodes(LaneId(0), 4, 9, NODES[:2]),
         OpenLane(LaneId(0), JobId(9), 4, digest_of((1, 2, 3, 4))),
     )
+    after = (StoreNodes(LaneId(0), (NodeSpan(NODES[1], NODES[0], 64, 100),)),)
+    segments = (segment(), segment(1, (5,)))
     return FrameMessage(
         opened=Epoch(2),
-        frame=Frame(Epoch(3), Seq(seq), ops, (segment(), segment(1, (5,))), alone=True),
+        frame=Frame(Epoch(3), Seq(seq), ops, segments, alone=True, after=after),
         refusals=(Refusal(RefusalCode.KV_GAP, 0, LaneId(1), "why"),),
         lanes=(LaneRows(LaneId(0), 6),),
         timings=(StageTiming(0, 0.1, 0.2, 0.3),),
         computed=(LaneId(0),),
         hidden=torch.randn(2, 8).to(dtype),
+        lost=NODES[2:],
     )
 
 
 def reply_message() -> ReplyMessage:
     part = SegmentReply(LaneId(0), JobId(9), 4, (1,), (RowLogprobs(-0.5, ((1, -0.5), (2, -1.0))),))
     refusal = Refusal(RefusalCode.STALE_EPOCH, 1, None, "old")
-    reply = Reply(Epoch(3), Seq(7), (part,), (LaneRows(LaneId(0), 6),), (refusal,))
+    rows = (LaneRows(LaneId(0), 6),)
+    reply = Reply(Epoch(3), Seq(7), (part,), rows, (refusal,), lost=NODES[:1])
     return ReplyMessage(Epoch(2), reply)
 
 
@@ -81,7 +94,7 @@ def same(left: Message, right: Message) -> bool:
     """Equal in every field; tensors bit for bit."""
     if not isinstance(left, FrameMessage) or not isinstance(right, FrameMessage):
         return left == right
-    plain = [(m.opened, m.frame, m.refusals, m.lanes, m.timings, m.computed) for m in (left, right)]
+    plain = [replace(message, hidden=None) for message in (left, right)]
     if left.hidden is None or right.hidden is None:
         return plain[0] == plain[1] and left.hidden is right.hidden
     equal = left.hidden.dtype == right.hidden.dtype and torch.equal(left.hidden, right.hidden)
@@ -134,6 +147,10 @@ ILLEGAL = {
     "a body that stops early": lambda body: body.__delitem__(slice(2, None)),
     "a tensor of another size": lambda body: body[6][1].__setitem__(0, 3),
     "a tensor of an unknown type": lambda body: body[6].__setitem__(0, "object"),
+    "a node id of another length": lambda body: body[8][0]["spans"][0].update(node=b"short"),
+    "a lost node that is no bytes": lambda body: body[9].append(7),
+    "a node without rows": lambda body: body[8][0]["spans"][0].update(end=64),
+    "a load of no nodes": lambda body: body[0][2][1].update(nodes=[]),
     "a tensor of no rows": lambda body: body[6].__setitem__(1, [0, 8]),
 }
 

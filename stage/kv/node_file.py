@@ -1,0 +1,159 @@
+"""The file of one chain node: a header that says whose rows these are, then the rows.
+
+Decides the byte layout and what counts as whole. A reader believes nothing: header and rows have checksums, the node's
+id is computed again from its tokens, and rows of another model, dtype, stage or way of computing are foreign. It
+raises for whatever is wrong; what becomes of that is for disk.py to say.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from coordinator.frames import NodeId
+from coordinator.nodes import Node, node_id
+
+# magic, layout version, length of the header, digest of the header
+_PREFIX = struct.Struct("<4sII16s")
+_MAGIC = b"RROW"
+_VERSION = 1
+_DIGEST_BYTES = 16
+_LONGEST_HEADER = 1 << 24
+
+PARTIAL = ".part"  # behind the name of a file that is being written
+
+
+class Damaged(ValueError):
+    """The file is not what was written."""
+
+
+class Foreign(ValueError):
+    """A whole file, but of rows that this stage would not have computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """What rows must have in common to stand for one another bit for bit."""
+
+    fingerprint: str  # of the model
+    first: int  # layers [first, last)
+    last: int
+    dtype: str
+    shapes: tuple[tuple[int, int, int], ...]  # of each layer: heads, key and value of one head
+    recipe: str  # what computed them: versions, kind of processor, numerics
+
+    @property
+    def suffix(self) -> str:
+        """Of the files' names: stages may share a folder."""
+        return f".{self.first}-{self.last}.kv"
+
+
+class _Header(msgspec.Struct, array_like=True, frozen=True):
+    kind: RowKind
+    node: bytes
+    parent: bytes
+    start: int
+    tokens: bytes  # int32, little endian
+    payload_bytes: int
+    payload_digest: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Header)
+
+
+def file_bytes(node: Node, records: Tensor, kind: RowKind) -> int:
+    """The size that the file is going to have."""
+    head = _header(node, records.nbytes, bytes(_DIGEST_BYTES), kind)
+    return _PREFIX.size + len(head) + records.nbytes
+
+
+def write_node(path: Path, node: Node, records: Tensor, kind: RowKind) -> None:
+    """Writes beside `path` and renames: the file is there whole or not at all. Raises OSError."""
+    payload = _bytes_of(records)
+    head = _header(node, len(payload), _digest(payload), kind)
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with partial.open("wb") as file:
+            file.write(_PREFIX.pack(_MAGIC, _VERSION, len(head), _digest(head)))
+            file.write(head)
+            file.write(payload)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_head(path: Path, kind: RowKind) -> Node:
+    """The node, without its rows. Raises OSError, Damaged and Foreign."""
+    with path.open("rb") as file:
+        header = _read_header(file, kind)
+        if os.fstat(file.fileno()).st_size != file.tell() + header.payload_bytes:
+            raise Damaged("it has another length than it says")
+    return _node(header)
+
+
+def read_node(path: Path, kind: RowKind, into: Tensor) -> Node:
+    """Fills `into` [rows, width], whose size must be the node's. Raises OSError, Damaged and Foreign."""
+    payload = _bytes_of(into)
+    with path.open("rb") as file:
+        header = _read_header(file, kind)
+        if header.payload_bytes != len(payload) or file.readinto(payload) != len(payload):
+            raise Damaged("it ends too early")
+    if _digest(payload) != header.payload_digest:
+        raise Damaged("its rows are not those that were written")
+    return _node(header)
+
+
+def _header(node: Node, payload_bytes: int, digest: bytes, kind: RowKind) -> bytes:
+    tokens = node.tokens.tobytes()
+    return _ENCODER.encode(
+        _Header(kind, node.id, node.parent, node.start, tokens, payload_bytes, digest)
+    )
+
+
+def _read_header(file: BinaryIO, kind: RowKind) -> _Header:
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) != _PREFIX.size:
+        raise Damaged("it ends too early")
+    magic, version, length, digest = _PREFIX.unpack(prefix)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise Foreign("it is of another kind or version")
+    raw = file.read(length) if length <= _LONGEST_HEADER else b""
+    if _digest(raw) != digest:
+        raise Damaged("its header is not the one that was written")
+    try:
+        header = _DECODER.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Foreign(f"its header says something else: {error}") from error
+    if header.kind != kind:
+        raise Foreign("its rows are of another model, dtype, stage or way of computing")
+    return header
+
+
+def _node(header: _Header) -> Node:
+    tokens = array("i")
+    tokens.frombytes(header.tokens[: len(header.tokens) // tokens.itemsize * tokens.itemsize])
+    node = Node(NodeId(header.node), NodeId(header.parent), header.start, tokens)
+    if node.rows < 1 or node.start < 0 or node_id(node.parent, tokens) != node.id:
+        raise Damaged("its tokens are not those of its name")
+    return node
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return blake3(data).digest(length=_DIGEST_BYTES)
+
+
+def _bytes_of(records: Tensor) -> memoryview:
+    if not records.numel():
+        return memoryview(bytearray())
+    return memoryview(records.view(torch.uint8).numpy()).cast("B")
