@@ -88,7 +88,8 @@ class Admission:
         """The job's lane was refused: start over from what the replica still believes of it."""
         assert job.lane is not None
         # One token is always computed, to go on decoding.
-        depth = self._ledger.usable_prefix(job.lane, job.context[:-1])
+        shared = self._ledger.usable_prefix(job.lane, job.context[:-1])
+        depth = self._ledger.restore_point(job.lane, shared)
         choice = self._deepen(job, LaneChoice(job.lane, depth))
         if not job.announced and choice.cached_prefix < job.cached_prefix:
             job.miss = Miss(MissKind.RING_LOST)
@@ -124,6 +125,12 @@ class Admission:
             context = job.context[: job.true_rows]
             self.pasts.ended(job.request.session, context, self._ledger.epoch)
 
+    def refresh(self, jobs: Iterable[Job]) -> None:
+        """Nodes that a job was to be opened from may be gone before its frame is sent."""
+        for job in jobs:
+            if self._retention.is_stale(job.ops):
+                self.reopen(job)
+
     def foreseen(self, wish: Wish, lane: LaneId) -> None:
         """The lane holds what the session's next prompt begins with: that is what it may expect to reuse."""
         self.pasts.ended(wish.session, wish.tokens, self._ledger.epoch)
@@ -142,7 +149,18 @@ class Admission:
             opening = (CopyRows(choice.copy_from, choice.lane, depth), *opening)
         elif choice.nodes:
             opening = (self._load(choice, job.context[:depth]), *opening)
+        job.restore_points = self._restore_points(job, depth)
         job.open(depth, opening, self._cuts(job, depth, alone))
+
+    def _restore_points(self, job: Job, start: int) -> tuple[int, ...]:
+        """Where a later prompt may part from this one: behind the head, before the last message, at the very end."""
+        if not self._info.state_rows:
+            return ()
+        request = job.request
+        last_message = request.boundaries[-2:-1]
+        # A row before the end: to go on from there, one row has to be computed.
+        points = {request.anchor, *last_message, len(request.prompt) - 1}
+        return tuple(sorted(point for point in points if start < point < len(job.context)))
 
     def _load(self, choice: LaneChoice, context: Sequence[int]) -> LoadNodes:
         """Only the rows that the lane does not hold by chance."""
@@ -152,14 +170,17 @@ class Admission:
 
     def _cuts(self, job: Job, start: int, alone: bool) -> tuple[int, ...]:
         settings, end = self._settings, len(job.context)
+        if not self._info.exact:
+            return cut_plan(
+                end,
+                job.request.boundaries,
+                chunk_rows=settings.chunk_rows,
+                min_chunk_rows=settings.min_chunk_rows,
+            )
         if alone and self._info.lends_cores and end - start <= settings.frame_rows:
             # One chunk on all cores, stage after stage, beats chunks on a core each that fill and drain the ring.
-            return (end,)
-        if self._info.exact:
-            return even_cuts(start, end, stages=self._info.stages, chunk_rows=settings.chunk_rows)
-        return cut_plan(
-            end,
-            job.request.boundaries,
-            chunk_rows=settings.chunk_rows,
-            min_chunk_rows=settings.min_chunk_rows,
-        )
+            cuts: tuple[int, ...] = (end,)
+        else:
+            cuts = even_cuts(start, end, stages=self._info.stages, chunk_rows=settings.chunk_rows)
+        # The last restore point is near enough to the end to be reached from there.
+        return tuple(sorted({*cuts, *(p for p in job.restore_points if p < end - 1)}))

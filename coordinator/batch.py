@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from coordinator.config import SchedulerSettings
 from coordinator.costs import Costs
-from coordinator.frames import Epoch, Frame, Op, Segment, Seq
+from coordinator.frames import Epoch, Frame, Op, Segment, Seq, StoreNodes
 from coordinator.jobs import Job, Phase
 from coordinator.ring import RingInfo
 from coordinator.speculation import plan_speculation
@@ -25,7 +25,7 @@ class Batch:
         self.room = rows
         self.segments: list[Segment] = []
         self._rows = 0
-        self._ops: list[Op] = []
+        self.ops: list[Op] = []
         self._whole_chunks = whole_chunks
 
     def limit(self, rows: int) -> None:
@@ -35,7 +35,7 @@ class Batch:
         self.room = min(self.room, max(rows - self._rows, 1))
 
     def add(self, job: Job, segment: Segment) -> None:
-        self._ops.extend(job.ops)
+        self.ops.extend(job.ops)
         self.segments.append(segment)
         self._rows += segment.width
         self.room -= segment.width
@@ -45,9 +45,18 @@ class Batch:
         budget = None if self._whole_chunks else min(rows, self.room)
         self.add(job, job.prefill_segment(budget))
 
-    def frame(self, epoch: Epoch, seq: Seq, first: tuple[Op, ...], *, alone: bool) -> Frame:
-        """`first`: ops that go before the jobs' own."""
-        return Frame(epoch, seq, (*first, *self._ops), tuple(self.segments), alone)
+    def frame(
+        self,
+        epoch: Epoch,
+        seq: Seq,
+        first: tuple[Op, ...],
+        after: Sequence[StoreNodes],
+        *,
+        alone: bool,
+    ) -> Frame:
+        """`first`: ops that go before the jobs' own; `after`: behind the segments."""
+        ops = (*first, *self.ops)
+        return Frame(epoch, seq, ops, tuple(self.segments), alone, tuple(after))
 
 
 class Filler:

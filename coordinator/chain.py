@@ -46,6 +46,8 @@ class _Entry:
     node: Node
     used: int
     published: bool
+    checkpoint: bool = False  # has the recurrent state at its end, or will when it is acknowledged
+    resumable: bool = False  # every stage has acknowledged that
     pins: int = 0
     children: set[NodeId] = field(default_factory=set)
 
@@ -61,13 +63,18 @@ class ChainIndex:
         *,
         node_rows: int,
         min_tail_rows: int,
+        checkpoints: int | None = None,
     ) -> None:
         """`stored`: nodes that every stage has from before, parents first. A last block of fewer than
-        `min_tail_rows` rows is computed again sooner than it is kept.
+        `min_tail_rows` rows is computed again sooner than it is kept. `checkpoints`: how many there is room for; None:
+        no layer needs any.
         """
         self.capacity = capacity
         self._node_rows = node_rows
         self._min_tail_rows = min_tail_rows
+        self._most_checkpoints = checkpoints
+        self._checkpoints: set[NodeId] = set()
+        self._dropped_checkpoints: list[NodeId] = []
         self.rows = 0
         self.pinned_rows = 0
         self._root = root
@@ -94,7 +101,9 @@ class ChainIndex:
     # What is there
 
     def match(self, tokens: Sequence[int]) -> ChainMatch:
-        """The deepest published chain over the first tokens. Changes nothing."""
+        """The deepest published chain over the first tokens that can be gone on from. Changes nothing."""
+        if self._most_checkpoints is not None:
+            return self._match_checkpoint(tokens)
         parent, depth, path = self._root, 0, []
         while depth < len(tokens):
             best, rows = self._best_child(parent, tokens[depth : depth + self._node_rows])
@@ -115,6 +124,35 @@ class ChainIndex:
             if rows > longest:
                 best, longest = child, rows
         return best, longest
+
+    def _match_checkpoint(self, tokens: Sequence[int]) -> ChainMatch:
+        """Recurrent layers go on from the very end of a node with their state, and from nowhere else."""
+        deepest = ChainMatch()
+        path: list[NodeId] = []
+        parent: NodeId | None = self._root
+        depth = 0
+        while parent is not None and depth < len(tokens):
+            whole = None
+            for child in self._firsts.get((parent, tokens[depth]), ()):
+                entry = self._entries[child]
+                end = entry.node.end
+                if not entry.published or entry.node.tokens != array("i", tokens[depth:end]):
+                    continue
+                if entry.resumable and end > deepest.rows:
+                    deepest = ChainMatch((*path, child), end)
+                if entry.node.rows == self._node_rows:
+                    whole = child
+            if whole is not None:
+                path.append(whole)
+            parent = whole
+            depth += self._node_rows
+        return deepest
+
+    def loadable(self, nodes: Sequence[NodeId]) -> bool:
+        """Whether a lane can still be loaded from them, and gone on behind them."""
+        if any(node not in self._entries for node in nodes):
+            return False
+        return self._most_checkpoints is None or self._entries[nodes[-1]].resumable
 
     def node(self, node: NodeId) -> Node:
         return self._entries[node].node
@@ -138,21 +176,52 @@ class ChainIndex:
     ) -> tuple[NodeSpan, ...]:
         """Nodes to be made of a lane's rows that have none yet, as many of the first as room can be made for.
 
-        `ends`: row counts at which a node shall end too; `most`: how many nodes at once.
-        The caller sends them, behind what take_drops() gives.
+        `ends`: row counts at which a node shall end too, with a checkpoint where layers need one; `most`: how many
+        nodes at once. The caller sends them, behind what take_drops() gives.
         """
         wanted = tuple(islice(self._missing(tokens, ends), most))
         keep = frozenset(self._path(tokens))
         made: list[NodeSpan] = []
         for node in wanted:
+            checkpoint = node.end in ends and self._make_checkpoint_room(keep)
+            if node.id in self._entries:
+                if checkpoint:
+                    made.append(self._mark(node))
+                continue
             self._supersede(node)
             if node.parent != self._root and node.parent not in self._entries:
                 continue  # its parent found no room
             if not self._make_room(node.rows, keep | {span.node for span in made}):
                 break
             self._add(node, published=False)
-            made.append(NodeSpan(node.id, node.parent, node.start, node.end))
+            if checkpoint:
+                made.append(self._mark(node))
+            else:
+                made.append(NodeSpan(node.id, node.parent, node.start, node.end))
         return tuple(made)
+
+    def _mark(self, node: Node) -> NodeSpan:
+        self._entries[node.id].checkpoint = True
+        self._checkpoints.add(node.id)
+        return NodeSpan(node.id, node.parent, node.start, node.end, checkpoint=True)
+
+    def _make_checkpoint_room(self, keep: frozenset[NodeId]) -> bool:
+        """The one used longest ago goes; of one conversation's the shallowest, which is pinned if it is its head."""
+        if self._most_checkpoints is None:
+            return False
+        while len(self._checkpoints) >= self._most_checkpoints:
+            held = (self._entries[node] for node in self._checkpoints)
+            free = [entry for entry in held if not entry.pins and entry.published]
+            if not free:
+                return False
+            victim = min(free, key=lambda entry: (entry.used, entry.node.end))
+            if victim.children or victim.node.rows == self._node_rows or victim.node.id in keep:
+                self._checkpoints.remove(victim.node.id)
+                self._dropped_checkpoints.append(victim.node.id)
+                victim.checkpoint = victim.resumable = False
+            else:
+                self._drop(victim.node.id)  # a part of a block is worth nothing without it
+        return True
 
     def use(self, nodes: Iterable[NodeId]) -> None:
         """A job goes on from these nodes: they are given up last."""
@@ -166,8 +235,9 @@ class ChainIndex:
     def publish(self, nodes: Iterable[NodeId]) -> None:
         """Every stage has them."""
         for node in nodes:
-            if node in self._entries:
-                self._entries[node].published = True
+            entry = self._entries.get(node)
+            if entry is not None:
+                entry.published, entry.resumable = True, entry.checkpoint
 
     def lose(self, nodes: Iterable[NodeId]) -> None:
         """Some stage lacks them: they go everywhere, with all that hangs on them."""
@@ -180,6 +250,11 @@ class ChainIndex:
     def take_drops(self) -> tuple[NodeId, ...]:
         """What is to be dropped by the stages before anything else is stored; asked once, it is the caller's."""
         dropped, self._dropped = tuple(dict.fromkeys(self._dropped)), []
+        return dropped
+
+    def take_checkpoint_drops(self) -> tuple[NodeId, ...]:
+        """As take_drops, of nodes that only lose their checkpoint."""
+        dropped, self._dropped_checkpoints = tuple(self._dropped_checkpoints), []
         return dropped
 
     # What stays
@@ -207,7 +282,7 @@ class ChainIndex:
         for start in range(0, len(tokens), self._node_rows):
             end = min(start + self._node_rows, len(tokens))
             for stop in sorted(e for e in ends if start < e < end):
-                yield from self._unless_known(parent, start, tokens[start:stop])
+                yield from self._unless_known(parent, start, tokens[start:stop], ends)
             if (
                 end - start < self._node_rows
                 and end - start < self._min_tail_rows
@@ -215,12 +290,16 @@ class ChainIndex:
             ):
                 return
             block = array("i", tokens[start:end])
-            yield from self._unless_known(parent, start, block)
+            yield from self._unless_known(parent, start, block, ends)
             parent = node_id(parent, block)
 
-    def _unless_known(self, parent: NodeId, start: int, block: Sequence[int]) -> Iterator[Node]:
+    def _unless_known(
+        self, parent: NodeId, start: int, block: Sequence[int], ends: Collection[int]
+    ) -> Iterator[Node]:
         node = node_id(parent, block)
-        if node not in self._entries:
+        entry = self._entries.get(node)
+        needs_state = self._most_checkpoints is not None and start + len(block) in ends
+        if entry is None or (needs_state and not entry.checkpoint):
             yield Node(node, parent, start, array("i", block))
 
     def _path(self, tokens: Sequence[int]) -> Iterator[NodeId]:
@@ -236,7 +315,7 @@ class ChainIndex:
         """A shorter block with the same tokens holds nothing that this one does not."""
         for sibling in tuple(self._firsts.get((node.parent, node.tokens[0]), ())):
             entry = self._entries[sibling]
-            shorter = entry.node.rows < node.rows and not entry.pins
+            shorter = entry.node.rows < node.rows and not entry.pins and not entry.checkpoint
             if shorter and entry.published and node.tokens[: entry.node.rows] == entry.node.tokens:
                 self._drop(sibling)
 
@@ -266,6 +345,7 @@ class ChainIndex:
 
     def _drop(self, node: NodeId) -> None:
         entry = self._entries.pop(node)
+        self._checkpoints.discard(node)
         first = (entry.node.parent, entry.node.tokens[0])
         self._firsts[first].discard(node)
         if not self._firsts[first]:

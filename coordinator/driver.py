@@ -200,7 +200,7 @@ class RingDriver:
         core = self._scheduler
         if core is None:
             raise RingUnavailable("the ring is loading")
-        held = core.retention.held(prefix)
+        held = core.retention.held_rows(prefix)
         if held < len(prefix):
             raise InvalidValue("prefix", f"only {held} of its {len(prefix)} tokens are held here")
         room = core.retention.anchors.room_by_hand()

@@ -74,6 +74,7 @@ class CopyRows:
 class LoadNodes:
     """Brings rows [start, end) of a lane from chain nodes, given in their order: the first one holds row
     `start`, the last one row `end - 1`. Rows before `start` must be there, and be those of the nodes' ancestors.
+    With recurrent layers the last one must end at `end` and have a checkpoint, which is loaded too.
     """
 
     lane: LaneId
@@ -90,12 +91,13 @@ class LoadNodes:
 
 @dataclass(frozen=True, slots=True)
 class DropNodes:
-    """Takes nodes out of every stage's store; unknown ones are ignored."""
+    """Takes nodes out of every stage's store, and of others only the checkpoint; unknown ones are ignored."""
 
     nodes: tuple[NodeId, ...]
+    checkpoints: tuple[NodeId, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_ids(self.nodes)
+        _require_ids((*self.nodes, *self.checkpoints))
 
 
 Op = OpenLane | CopyRows | LoadNodes | DropNodes
@@ -118,6 +120,9 @@ class NodeSpan:
     parent: NodeId  # a root for start == 0
     start: int
     end: int
+    checkpoint: bool = (
+        False  # keeps the recurrent state at `end` as well, also of a node that is there already
+    )
 
     def __post_init__(self) -> None:
         _require_ids((self.node, self.parent))

@@ -41,6 +41,7 @@ class Job:
     submitted_at: float
     max_rows: int
     drafter: Drafter
+    state_rows: int = 0  # as in RingInfo
     context: list[int] = field(init=False)
     phase: Phase = Phase.WAITING
     lane: LaneId | None = None
@@ -49,6 +50,9 @@ class Job:
     miss: Miss | None = None
     cursor: int = 0
     cuts: tuple[int, ...] = ()
+    restore_points: tuple[
+        int, ...
+    ] = ()  # row counts at which recurrent layers are to leave a checkpoint
     ops: tuple[Op, ...] = ()  # go before the next segment
     opened_seq: Seq | None = (
         None  # replies to earlier frames are of a lane opening that was refused
@@ -147,6 +151,9 @@ class Job:
             return None
         anchor = () if self.in_flight else (self.context[-1],)
         width = min(plan.width, self._last_row - self.cursor)
+        if self.state_rows:
+            # Recurrent layers must be able to go back to any row that is not confirmed yet.
+            width = min(width, self.state_rows - (self.cursor - (len(self.context) - 1)))
         drafts = self._draft(width - len(anchor), now)
         if drafts is None:
             return None

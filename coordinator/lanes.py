@@ -110,7 +110,8 @@ class LaneTable:
         return [LaneId(lane) for lane in range(len(self._seats))]
 
     def _depth(self, lane: LaneId, prompt: Sequence[int]) -> int:
-        return min(self._ledger.usable_prefix(lane, prompt), len(prompt) - 1)
+        shared = min(self._ledger.usable_prefix(lane, prompt), len(prompt) - 1)
+        return self._ledger.restore_point(lane, shared)
 
     def _worth(self, lane: LaneId, session: SessionId | None) -> tuple[bool, bool, int]:
         """The lane with the least worth is overwritten first: empty, then unowned, then oldest."""

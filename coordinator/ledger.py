@@ -25,7 +25,6 @@ from coordinator.frames import (
     LaneId,
     LoadNodes,
     NodeId,
-    NodeSpan,
     OpenLane,
     Refusal,
     RefusalCode,
@@ -83,13 +82,26 @@ class _Lane:
     tokens: array[int] = field(default_factory=lambda: array("i"))
     job: JobId | None = None
     blocked: Refusal | None = None  # repeated for every segment until the next OpenLane
+    first: int = 0  # with recurrent layers: the least row count but 0 that can be gone on from
 
 
 class Ledger:
-    """One replica. `stage` only marks the refusals that this replica makes."""
+    """One replica. `stage` only marks the refusals that this replica makes.
 
-    def __init__(self, lanes: int, max_rows: int, epoch: Epoch = Epoch(0), stage: int = 0) -> None:
+    `state_rows`: how many rows back from its end a lane's recurrent layers can go; 0: there are none, and any valid
+    row can be gone on from.
+    """
+
+    def __init__(
+        self,
+        lanes: int,
+        max_rows: int,
+        epoch: Epoch = Epoch(0),
+        stage: int = 0,
+        state_rows: int = 0,
+    ) -> None:
         self.max_rows = max_rows
+        self.state_rows = state_rows
         self.nodes = NodeTable()
         self._stage = stage
         self._lanes = [_Lane() for _ in range(lanes)]
@@ -111,6 +123,10 @@ class Ledger:
     def usable_prefix(self, lane: LaneId, prompt: Sequence[int]) -> int:
         """How many of the prompt's first tokens lie in the lane's valid rows."""
         return common_prefix(self._lanes[lane].tokens, prompt)
+
+    def restore_point(self, lane: LaneId, rows: int) -> int:
+        """The deepest of the first `rows` valid rows that the lane can go on behind."""
+        return rows if rows >= self._lanes[lane].first else 0
 
     def digest(self, lane: LaneId, rows: int) -> bytes:
         return digest_of(self._lanes[lane].tokens[:rows])
@@ -177,6 +193,7 @@ class Ledger:
         for op in frame.ops:
             if isinstance(op, DropNodes):
                 self.nodes.drop(op.nodes)
+                self.nodes.checkpoints.difference_update(op.checkpoints)
                 continue
             if (op.target if isinstance(op, CopyRows) else op.lane) in refused:
                 continue
@@ -212,12 +229,17 @@ class Ledger:
         refusal = self._lane_guard(op.lane)
         if refusal is not None:
             return refusal
-        refusal = self._gap_guard(op.lane, op.cached_prefix) or self._content_guard(op)
+        refusal = (
+            self._gap_guard(op.lane, op.cached_prefix)
+            or self._content_guard(op)
+            or self._state_guard(op.lane, op.lane, op.cached_prefix)
+        )
         lane = self._lanes[op.lane]
         if refusal is not None:
             lane.blocked = refusal
             return refusal
         del lane.tokens[op.cached_prefix :]
+        lane.first = min(lane.first, op.cached_prefix)
         lane.job, lane.blocked = op.job, None
         return None
 
@@ -234,6 +256,7 @@ class Ledger:
             lane.blocked = refusal
             return refusal
         lane.tokens.extend(self.nodes.tokens_of(op))
+        lane.first = op.end if self.state_rows else 0
         lane.job, lane.blocked = None, None
         return None
 
@@ -242,29 +265,15 @@ class Ledger:
     ) -> tuple[tuple[StoreNodes, ...], list[NodeId]]:
         """Makes nodes of valid rows; what rows do not bear out is lost, and the lane goes on."""
         stores: list[StoreNodes] = []
-        lost: list[NodeId] = []
         for op in frame.after:
-            made = [] if op.lane in refused or op.lane >= self.lanes else self._store(op)
-            if made:
-                stores.append(StoreNodes(op.lane, tuple(made)))
-            for span in op.spans:
-                if span.node not in self.nodes:
-                    parent_gone = span.start > 0 and span.parent not in self.nodes
-                    lost.extend((span.parent, span.node) if parent_gone else (span.node,))
-        return tuple(stores), lost
-
-    def _store(self, op: StoreNodes) -> list[NodeSpan]:
-        """The spans that are nodes now and were not before."""
-        made = []
-        tokens = self._lanes[op.lane].tokens
-        for span in op.spans:
-            if span.node in self.nodes:
+            if op.lane in refused or op.lane >= self.lanes:
                 continue
-            node = self.nodes.make(span, tokens)
-            if node is not None:
-                self.nodes.add(node)
-                made.append(span)
-        return made
+            lane = self._lanes[op.lane]
+            made = self.nodes.take(op.spans, lane.tokens, lane.first)
+            if made:
+                stores.append(StoreNodes(op.lane, made))
+        lost = (node for op in frame.after for node in self.nodes.lacking(op.spans))
+        return tuple(stores), list(lost)
 
     def _copy(self, op: CopyRows) -> Refusal | None:
         refusal = self._lane_guard(op.source) or self._lane_guard(op.target)
@@ -276,7 +285,12 @@ class Ledger:
             refusal = self._refuse(RefusalCode.KV_GAP, op.target, detail)
             self._lanes[op.target] = _Lane(blocked=refusal)
             return refusal
-        self._lanes[op.target] = _Lane(tokens=self._lanes[op.source].tokens[: op.rows])
+        refusal = self._state_guard(op.source, op.target, op.rows)
+        if refusal is not None:
+            self._lanes[op.target] = _Lane(blocked=refusal)
+            return refusal
+        tokens = self._lanes[op.source].tokens[: op.rows]
+        self._lanes[op.target] = _Lane(tokens, first=op.rows if self.state_rows else 0)
         return None
 
     def _write(self, segment: Segment) -> Refusal | None:
@@ -286,6 +300,7 @@ class Ledger:
         refusal = (
             self._job_guard(segment)
             or self._gap_guard(segment.lane, segment.start)
+            or self._state_guard(segment.lane, segment.lane, segment.start)
             or self._row_limit_guard(segment)
         )
         lane = self._lanes[segment.lane]
@@ -294,6 +309,8 @@ class Ledger:
             return refusal
         del lane.tokens[segment.start :]
         lane.tokens.extend(segment.tokens)
+        if self.state_rows:
+            lane.first = max(min(lane.first, segment.start), segment.end - self.state_rows)
         return None
 
     # The guards. Each is one method, so that a test can take one away and see the suite fail.
@@ -336,6 +353,12 @@ class Ledger:
         if missing:
             detail = f"{len(missing)} of {len(op.nodes)} nodes are not here"
             return self._refuse(RefusalCode.KV_GAP, op.lane, detail)
+        last = op.nodes[-1]
+        if self.state_rows and (
+            last not in self.nodes.checkpoints or self.nodes[last].end != op.end
+        ):
+            detail = f"no recurrent state at row {op.end}"
+            return self._refuse(RefusalCode.NO_STATE, op.lane, detail)
         fault = self.nodes.chain_fault(op)
         if fault is not None:
             return self._refuse(RefusalCode.BAD_FRAME, op.lane, fault)
@@ -347,6 +370,13 @@ class Ledger:
     def _lead_guard(self, op: LoadNodes) -> Refusal | None:
         fault = self.nodes.lead_fault(op, self._lanes[op.lane].tokens)
         return None if fault is None else self._refuse(RefusalCode.KV_CONTENT, op.lane, fault)
+
+    def _state_guard(self, held: LaneId, refused: LaneId, rows: int) -> Refusal | None:
+        """Recurrent layers go on only from where their state is known; before the first row it is."""
+        if rows == 0 or rows >= self._lanes[held].first:
+            return None
+        detail = f"no recurrent state at row {rows}: the least is {self._lanes[held].first}"
+        return self._refuse(RefusalCode.NO_STATE, refused, detail)
 
     def _content_guard(self, op: OpenLane) -> Refusal | None:
         if self.digest(op.lane, op.cached_prefix) == op.prefix_digest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from coordinator.frames import DIGEST_BYTES, LoadNodes, NodeId, NodeSpan
@@ -48,6 +48,7 @@ class NodeTable:
 
     def __init__(self) -> None:
         self._nodes: dict[NodeId, Node] = {}
+        self.checkpoints: set[NodeId] = set()  # nodes with the recurrent state at their end
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -67,6 +68,7 @@ class NodeTable:
     def drop(self, nodes: Iterable[NodeId]) -> None:
         for node in nodes:
             self._nodes.pop(node, None)
+            self.checkpoints.discard(node)
 
     def missing(self, nodes: Iterable[NodeId]) -> tuple[NodeId, ...]:
         return tuple(node for node in nodes if node not in self._nodes)
@@ -95,6 +97,35 @@ class NodeTable:
             out.extend(node.tokens[max(0, op.start - node.start) : op.end - node.start])
         return out
 
+    def take(
+        self, spans: Iterable[NodeSpan], lane: Sequence[int], first: int
+    ) -> tuple[NodeSpan, ...]:
+        """Makes nodes of a lane's rows, whose recurrent state is known from row `first` on. Returns the spans
+        that are nodes now, or have a checkpoint now, and did not before.
+        """
+        made = []
+        for span in spans:
+            if self._has(span) or (span.checkpoint and span.end < first):
+                continue
+            node = self.make(span, lane)
+            if node is not None:
+                self.add(node)
+                made.append(span)
+                if span.checkpoint:
+                    self.checkpoints.add(node.id)
+        return tuple(made)
+
+    def lacking(self, spans: Iterable[NodeSpan]) -> Iterator[NodeId]:
+        """Those that are not there, and parents for want of which they are not."""
+        for span in spans:
+            if not self._has(span):
+                if span.start > 0 and span.parent not in self._nodes:
+                    yield span.parent
+                yield span.node
+
+    def _has(self, span: NodeSpan) -> bool:
+        return span.node in (self.checkpoints if span.checkpoint else self._nodes)
+
     def make(self, span: NodeSpan, lane: Sequence[int]) -> Node | None:
         """The node that these rows of a lane are, or None where they are not what the span claims."""
         tokens = array("i", lane[span.start : span.end])
@@ -102,7 +133,8 @@ class NodeTable:
             return None
         parent = self._nodes.get(span.parent)
         if span.start != (0 if parent is None else parent.end):
-            return None  # an id does not say where its rows begin: the true child would find it taken
+            # An id does not say where its rows begin: the true child would find it taken.
+            return None
         if span.start > 0 and self._chain_differs(span.parent, lane, span.start) is not None:
             return None
         return Node(span.node, span.parent, span.start, tokens)

@@ -8,13 +8,27 @@ nothing: it hands out ops, and takes the replies' word for what became of them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from coordinator.anchors import Anchors
 from coordinator.chain import ChainIndex
 from coordinator.config import SchedulerSettings
-from coordinator.frames import DropNodes, Frame, LaneId, NodeId, Op, Reply, Seq, StoreNodes
+from coordinator.frames import (
+    DropNodes,
+    Frame,
+    LaneId,
+    LoadNodes,
+    NodeId,
+    Op,
+    Reply,
+    Segment,
+    SegmentKind,
+    Seq,
+    StoreNodes,
+)
+from coordinator.jobs import Job
 from coordinator.ledger import Ledger
 from coordinator.nodes import root_of
 from coordinator.ring import RingInfo
@@ -43,11 +57,12 @@ class Retention:
             info.stored,
             node_rows=settings.node_rows,
             min_tail_rows=settings.min_copy_rows,
+            checkpoints=info.checkpoints if info.state_rows else None,
         )
         for node in self.index.nodes():
             ledger.nodes.add(node)
         self.anchors = Anchors(self.index)
-        self._tickets: dict[Seq, _Ticket] = {}
+        self._tickets: dict[Seq, list[_Ticket]] = {}
         self._heads: dict[LaneId, int] = {}  # where the head of a lane's last job ends
         self._at_rest: OrderedDict[LaneId, None] = (
             OrderedDict()
@@ -91,7 +106,7 @@ class Retention:
                 return op
         return None
 
-    def held(self, prefix: Sequence[int]) -> int:
+    def held_rows(self, prefix: Sequence[int]) -> int:
         """How many of a prefix's rows lie in one lane or in the store."""
         lanes = map(LaneId, range(self._ledger.lanes))
         in_lanes = max(self._ledger.usable_prefix(lane, prefix) for lane in lanes)
@@ -109,27 +124,62 @@ class Retention:
         return None
 
     def _store(self, lane: LaneId, most: int | None = None) -> StoreNodes | None:
-        spans = self.index.store(self._ledger.tokens(lane), most=most)
+        tokens = self._ledger.tokens(lane)
+        spans = self.index.store(tokens, self._ends(len(tokens)), most)
         return StoreNodes(lane, spans) if spans else None
+
+    def _ends(self, *points: int) -> tuple[int, ...]:
+        return points if self._ledger.state_rows else ()
+
+    def passing_all(self, segments: Iterable[tuple[Job, Segment]]) -> list[StoreNodes]:
+        """What prefill chunks leave behind: checkpoints at the restore points that they go through."""
+        ops = (self._passing(job, segment) for job, segment in segments)
+        return [op for op in ops if op is not None]
+
+    def _passing(self, job: Job, segment: Segment) -> StoreNodes | None:
+        window = self._ledger.state_rows
+        if not self.enabled or not window or segment.kind is not SegmentKind.PREFILL:
+            return None
+        low = max(segment.start + 1, segment.end - window)
+        points = tuple(p for p in job.restore_points if low <= p <= segment.end)
+        if not points:
+            return None
+        spans = self.index.store(job.context[: max(points)], points)
+        return StoreNodes(segment.lane, spans) if spans else None
+
+    def is_stale(self, ops: Iterable[Op]) -> bool:
+        """Whether nodes that the ops would load are gone meanwhile."""
+        return any(not self.index.loadable(op.nodes) for op in ops if isinstance(op, LoadNodes))
+
+    @contextmanager
+    def held(self, ops: Iterable[Op]) -> Iterator[None]:
+        """What is stored meanwhile takes its room from other nodes than those that the ops load."""
+        loads = [op.nodes for op in ops if isinstance(op, LoadNodes)]
+        for nodes in loads:
+            self.index.pin(nodes)
+        yield
+        for nodes in loads:
+            self.index.unpin(nodes)
 
     # What goes out and comes back
 
     def drops(self) -> tuple[Op, ...]:
         """To go before all else in the next frame."""
-        nodes = self.index.take_drops()
-        return (DropNodes(nodes),) if nodes else ()
+        nodes, checkpoints = self.index.take_drops(), self.index.take_checkpoint_drops()
+        return (DropNodes(nodes, checkpoints),) if nodes or checkpoints else ()
 
     def sent(self, frame: Frame) -> None:
+        self._tickets[frame.seq] = []
         for op in frame.after:
             head = self._ledger.tokens(op.lane, self._heads.get(op.lane, 0))
             nodes = tuple(span.node for span in op.spans)
-            self._tickets[frame.seq] = _Ticket(op.lane, nodes, head, self._asked)
+            self._tickets[frame.seq].append(_Ticket(op.lane, nodes, head, self._asked))
             self._asked = ()
 
     def answered(self, frame: Frame, reply: Reply) -> None:
         """Commits the frame's ticket. What some stage lacks goes everywhere."""
-        ticket = self._tickets.pop(frame.seq, None)
-        if ticket is not None:
+        tickets = self._tickets.pop(frame.seq, [])
+        for ticket in tickets:
             kept = [node for node in ticket.nodes if node not in reply.lost]
             self.index.publish(kept)
             self.stored_rows += sum(self.index.node(n).rows for n in kept if n in self.index)
@@ -137,7 +187,7 @@ class Retention:
                 self._at_rest.pop(ticket.lane, None)  # tried again when the lane was used again
         if reply.lost:
             self.index.lose(reply.lost)
-        if ticket is not None:
+        for ticket in tickets:
             self.anchors.want(ticket.head)
             if ticket.asked:
                 self.anchors.pin(ticket.asked)
@@ -146,6 +196,8 @@ class Retention:
         """An epoch has ended with these frames unanswered: what they stored or dropped is in doubt, and goes."""
         for frame in frames:
             self.index.lose(span.node for op in frame.after for span in op.spans)
-            self.index.lose(n for op in frame.ops if isinstance(op, DropNodes) for n in op.nodes)
+            for op in frame.ops:
+                if isinstance(op, DropNodes):
+                    self.index.lose((*op.nodes, *op.checkpoints))
         self._tickets.clear()
         self._at_rest.clear()

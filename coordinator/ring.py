@@ -31,6 +31,10 @@ class RingInfo:
     devices: tuple[str, ...]  # one a stage
     host_rows: int = 0  # rows that every stage's host store has room for; 0: no store
     stored: tuple[Node, ...] = ()  # chain nodes that every stage has from before, parents first
+    state_rows: int = (
+        0  # rows that recurrent layers can go back without a checkpoint; 0: it has none
+    )
+    checkpoints: int = 0  # recurrent states that every stage's host store has room for
     lends_cores: bool = (
         False  # a frame that is alone in the ring is computed by more cores than a stage's own
     )

@@ -69,8 +69,7 @@ from coordinator.ring import RingInfo
 # Frames in flight beyond one a stage, so that no stage waits for the coordinator's turn-around.
 _SPARE_FRAMES = 1
 
-# A job whose lane is refused again and again, or a ring that ends epoch after epoch without one
-# good reply, is broken in a way that starting over does not mend.
+# Refused again and again, or epoch after epoch without a good reply: starting over does not mend that.
 _MAX_REFUSALS = 8
 _MAX_BARREN_EPOCHS = 3
 
@@ -84,7 +83,7 @@ class Scheduler:
         self._ring = ring
         self._info = info
         self._settings = settings
-        self.ledger = Ledger(info.lanes, info.max_rows)
+        self.ledger = Ledger(info.lanes, info.max_rows, state_rows=info.state_rows)
         self.retention = Retention(info, settings, self.ledger)
         self._admission = Admission(info, settings, self.ledger, self.retention)
         self.lanes = self._admission.lanes
@@ -133,9 +132,7 @@ class Scheduler:
         return next(iter(self._in_flight), None)
 
     def admissible(self, request: Request) -> None:
-        """Raises what a submission of this request would be refused with; capacity decides, not
-        load.
-        """
+        """Raises what a submission of this request would be refused with; capacity decides, not load."""
         if self._down is not None:
             raise RingUnavailable(self._down)
         self._admission.check(request)
@@ -179,7 +176,10 @@ class Scheduler:
 
     def _submit(self, event: Submitted) -> None:
         self.admissible(event.request)
-        job = Job(event.job, event.request, event.now, self._info.max_rows, event.drafter)
+        info = self._info
+        job = Job(
+            event.job, event.request, event.now, info.max_rows, event.drafter, info.state_rows
+        )
         self._queue.push(job)
         self._foresight.forget(event.request.session)
 
@@ -196,9 +196,7 @@ class Scheduler:
         job = self._jobs.get(job_id)
         if job is not None:
             self._finish(job, FinishReason.STOP, now)
-            return
-        waiting = self._queue.remove(job_id)
-        if waiting is not None:
+        elif (waiting := self._queue.remove(job_id)) is not None:
             self._tell_end(waiting, FinishReason.STOP, now)
 
     def _finish(self, job: Job, reason: FinishReason, now: float) -> None:
@@ -313,11 +311,12 @@ class Scheduler:
         self._counter.drafts(job.drafted, job.accepted, job.discarded + still_out)
         self._admission.leave(job)
 
-    # Frames
-
     def _pump(self, now: float) -> None:
         while self._epoch_open and self._computing < self._flight_limit():
-            batch = self._filler.fill(tuple(self._jobs.values()), partial(self._admit, now), now)
+            jobs = tuple(self._jobs.values())
+            self._admission.refresh(jobs)
+            with self.retention.held(op for job in jobs for op in job.ops):
+                batch = self._filler.fill(jobs, partial(self._admit, now), now)
             if not batch.segments:
                 break
             self._send(batch)
@@ -369,10 +368,11 @@ class Scheduler:
         return self._info.lends_cores and only and ends_prompt
 
     def _send(self, batch: Batch) -> None:
-        drops = self.retention.drops()
-        frame = batch.frame(
-            self.ledger.epoch, self.ledger.next_seq, drops, alone=self._is_alone(batch)
-        )
+        jobs = [(self._jobs[segment.job], segment) for segment in batch.segments]
+        with self.retention.held(batch.ops):
+            after = self.retention.passing_all(jobs)
+        drops, alone = self.retention.drops(), self._is_alone(batch)
+        frame = batch.frame(self.ledger.epoch, self.ledger.next_seq, drops, after, alone=alone)
         self._dispatch(frame)
         for segment in frame.segments:
             self._jobs[segment.job].sent(segment, frame.seq)

@@ -79,6 +79,8 @@ def random_case(seed: int) -> Simulation:
         max_rows=dice.choice((24, 64, 160)),
         exact=dice.random() < 0.75,
         host_rows=dice.choice((0, 8, 60, 1000)),
+        state_rows=dice.choice((0, 0, 4, 16)),
+        checkpoints=dice.choice((0, 1, 3, 50)),
         settings=_random_settings(dice),
         faults=faults,
         end_tokens=frozenset({_END_TOKEN}),

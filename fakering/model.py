@@ -23,6 +23,8 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's constants (Steele, Lea, Flood 2014)
 _MUL_A = 0xBF58476D1CE4E5B9
 _MUL_B = 0x94D049BB133111EB
+# What a lane goes on from where it has no state: nothing that any tokens hash to, as far as chance goes.
+_NO_STATE = 0x5EED5EED5EED5EED
 
 
 def mix(value: int) -> int:
@@ -51,6 +53,7 @@ class KeptRows:
     start: int
     tokens: Hashes
     activations: Hashes
+    state: int | None = None  # the recurrent state behind the last of them
 
     @property
     def end(self) -> int:
@@ -63,21 +66,30 @@ class Rows:
     Nothing is ever cleared but by `wipe`: a void row holds whatever was there, as real buffers do.
     """
 
-    def __init__(self, lanes: int, max_rows: int) -> None:
+    def __init__(self, lanes: int, max_rows: int, state_rows: int = 0) -> None:
+        """`state_rows`: with recurrent layers, how many rows back from its end a lane's state is kept."""
+        self._state_rows = state_rows
+        self._states: list[dict[int, int]] = [{} for _ in range(lanes)]  # by row count
         self.tokens = np.zeros((lanes, max_rows), dtype=np.uint64)
         self.activations = np.zeros((lanes, max_rows), dtype=np.uint64)
 
     def wipe(self) -> None:
         self.tokens[:] = 0
         self.activations[:] = 0
+        for states in self._states:
+            states.clear()
 
     def copy(self, source: int, target: int, rows: int) -> None:
         self.tokens[target, :rows] = self.tokens[source, :rows]
         self.activations[target, :rows] = self.activations[source, :rows]
+        self._states[target] = _only(rows, self._states[source].get(rows))
 
-    def save(self, lane: int, start: int, end: int) -> KeptRows:
+    def save(self, lane: int, start: int, end: int, *, state: bool = False) -> KeptRows:
         return KeptRows(
-            start, self.tokens[lane, start:end].copy(), self.activations[lane, start:end].copy()
+            start,
+            self.tokens[lane, start:end].copy(),
+            self.activations[lane, start:end].copy(),
+            self._states[lane].get(end) if state else None,
         )
 
     def restore(self, lane: int, start: int, end: int, kept: KeptRows) -> None:
@@ -85,6 +97,7 @@ class Rows:
         part = slice(start - kept.start, end - kept.start)
         self.tokens[lane, start:end] = kept.tokens[part]
         self.activations[lane, start:end] = kept.activations[part]
+        self._states[lane] = _only(end, kept.state if end == kept.end else None)
 
     def history(self, lane: int, row: int) -> tuple[int, ...]:
         return tuple(int(token) for token in self.tokens[lane, : row + 1])
@@ -104,7 +117,24 @@ class Rows:
         self.activations[lane, start:end] = context[start:] if received is None else received
         wrong = self.activations[lane, :end] ^ context
         spoiled: Hashes = context + np.cumsum(_mix_all(wrong), dtype=np.uint64)
-        return spoiled[start:]
+        return spoiled[start:] + np.uint64(self._pass_states(lane, start, context))
+
+    def _pass_states(self, lane: int, start: int, context: Hashes) -> int:
+        """Goes on from the state at `start`, and returns how wrong it was: 0 where there is none to be wrong."""
+        if not self._state_rows:
+            return 0
+        end, states = len(context), self._states[lane]
+        right = int(context[start - 1]) if start else 0
+        error = mix(right ^ states.get(start, _NO_STATE)) if start else 0
+        oldest = end - self._state_rows
+        kept = {rows: state for rows, state in states.items() if oldest <= rows <= start}
+        fresh = range(max(start + 1, oldest), end + 1)
+        self._states[lane] = kept | {rows: int(context[rows - 1]) ^ error for rows in fresh}
+        return error
+
+
+def _only(rows: int, state: int | None) -> dict[int, int]:
+    return {} if state is None else {rows: state}
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,14 @@ class Network:
         faults: FaultScript = (),
         pace: Pace | None = None,
         host_rows: int = 0,
+        state_rows: int = 0,
     ) -> None:
-        """`host_rows`: rows that each stage's store takes."""
+        """`host_rows`: rows that each stage's store takes; `state_rows`: as in RingInfo."""
         check_sizes(stages, lanes, max_rows)
         self.lost: RingLost | None = None
         self._shape = (stages, lanes, max_rows)
         self._host_rows = host_rows
+        self._state_rows = state_rows
         self._model = model
         self._faults = Pending(faults)
         self._pace = pace or Pace()
@@ -94,7 +96,7 @@ class Network:
         stages, lanes, max_rows = self._shape
         self.lost = None
         self.stages = [
-            FakeStage(index, lanes, max_rows, self._model, self._host_rows)
+            FakeStage(index, lanes, max_rows, self._model, self._host_rows, self._state_rows)
             for index in range(stages)
         ]
         self._forget_messages()

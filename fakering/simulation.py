@@ -106,14 +106,22 @@ class Simulation:
         max_rows: int = 96,
         exact: bool = True,
         host_rows: int = 0,
+        state_rows: int = 0,
+        checkpoints: int = 0,
         settings: SchedulerSettings,
         faults: FaultScript = (),
         end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         described = describe("fake", model, stages, lanes, max_rows)
-        self.info = replace(described, exact=exact, host_rows=host_rows)
+        self.info = replace(
+            described,
+            exact=exact,
+            host_rows=host_rows,
+            state_rows=state_rows,
+            checkpoints=checkpoints,
+        )
         pace = Pace(0.01, 0.001)
-        self.network = Network(stages, lanes, max_rows, model, faults, pace, host_rows)
+        self.network = Network(stages, lanes, max_rows, model, faults, pace, host_rows, state_rows)
         self.scheduler = Scheduler("sim", self.info, settings)
         self.jobs: dict[JobId, PlayedJob] = {}
         self.refusals = 0
@@ -166,6 +174,7 @@ class Simulation:
             return
         self.refusals += len(outcome.refusals)
         self._require(bool(self.faults) or not outcome.refusals, f"refused: {outcome.refusals}")
+        self._require(bool(self.faults) or not outcome.lost, "a node was lost without a fault")
         self._feed(ReplyArrived(outcome, self.now))
 
     def _happen(self, due: _Due) -> None:
@@ -289,6 +298,8 @@ class Simulation:
         for stage in self.network.stages:
             rows = sum(kept.end - kept.start for kept in stage.kept.values())
             self._require(rows <= self.info.host_rows, f"a store of {rows} rows")
+            states = sum(kept.state is not None for kept in stage.kept.values())
+            self._require(states <= self.info.checkpoints, f"a store of {states} checkpoints")
         if not self.faults and self.scheduler.oldest_in_flight is None:
             self._check_replicas()
 

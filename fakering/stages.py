@@ -66,11 +66,17 @@ class FakeStage:
     """Stage `index` of a ring. The first one embeds, so it alone meets token ids that do not exist."""
 
     def __init__(
-        self, index: int, lanes: int, max_rows: int, model: FakeModel, host_rows: int = 0
+        self,
+        index: int,
+        lanes: int,
+        max_rows: int,
+        model: FakeModel,
+        host_rows: int = 0,
+        state_rows: int = 0,
     ) -> None:
         self.index = index
-        self.ledger = Ledger(lanes, max_rows, stage=index)
-        self.rows = Rows(lanes, max_rows)
+        self.ledger = Ledger(lanes, max_rows, stage=index, state_rows=state_rows)
+        self.rows = Rows(lanes, max_rows, state_rows)
         self.kept: dict[NodeId, KeptRows] = {}
         self._model = model
         self._host_rows = host_rows
@@ -134,8 +140,15 @@ class FakeStage:
                 self.rows.restore(move.lane, start, end, kept)
         if applied.standing is Standing.NEW:
             for op in frame.ops:
-                for node in op.nodes if isinstance(op, DropNodes) else ():
-                    self.kept.pop(node, None)
+                if isinstance(op, DropNodes):
+                    self._drop(op)
+
+    def _drop(self, op: DropNodes) -> None:
+        for node in op.nodes:
+            self.kept.pop(node, None)
+        for node in op.checkpoints:
+            if node in self.kept:
+                self.kept[node] = replace(self.kept[node], state=None)
 
     def _keep(self, applied: Applied, faults: Sequence[StageFault]) -> tuple[NodeId, ...]:
         """Copies what became nodes; returns those that there is no room for."""
@@ -145,11 +158,14 @@ class FakeStage:
             room = 0
         for op in applied.stores:
             for span in op.spans:
-                if span.end - span.start > room:
+                wanted = 0 if span.node in self.kept else span.end - span.start
+                if wanted > room:
                     lost.append(span.node)
                     continue
-                room -= span.end - span.start
-                self.kept[span.node] = self.rows.save(op.lane, span.start, span.end)
+                room -= wanted
+                self.kept[span.node] = self.rows.save(
+                    op.lane, span.start, span.end, state=span.checkpoint
+                )
         self.ledger.nodes.drop(lost)
         return tuple(lost)
 

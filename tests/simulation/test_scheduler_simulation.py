@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -137,6 +138,44 @@ def test_a_stage_that_lost_what_was_computed_ahead_costs_rows_and_no_token() -> 
 def _played(simulation: Simulation) -> Simulation:
     simulation.run()
     return simulation
+
+
+def _recurrent(*, checkpoints: int, faults: FaultScript = ()) -> Simulation:
+    """Six turns of one conversation and a regenerated one, beside others that take its lane, with recurrent layers."""
+    plan = [PlannedJob(0.0, tuple(range(30)), "a", max_new_tokens=9)]
+    for n in range(1, 6):
+        plan.append(PlannedJob(6.0 * n, (7, n, 9), "a", follows=2 * n - 2, max_new_tokens=9))
+        plan.insert(2 * n - 1, PlannedJob(6.0 * n - 3.0, (40 + n,) * 20, f"other{n}"))
+    plan.append(PlannedJob(40.0, tuple(range(30)), "a", max_new_tokens=9))
+    return Simulation(
+        tuple(plan),
+        _MODEL,
+        lanes=1,
+        max_rows=160,
+        settings=_SETTINGS,
+        faults=faults,
+        host_rows=1000,
+        state_rows=4,
+        checkpoints=checkpoints,
+    )
+
+
+def test_recurrent_layers_go_on_from_checkpoints_and_prefill_nothing_twice() -> None:
+    simulation = _played(_recurrent(checkpoints=50))
+    turns = [simulation.jobs[JobId(number)] for number in (2, 4, 6, 8, 10)]
+    for before, turn in pairwise([simulation.jobs[JobId(0)], *turns]):
+        assert turn.started is not None
+        assert turn.started.cached_prefix >= len(before.request.prompt) + len(before.tokens) - 4
+    again = simulation.jobs[JobId(11)]
+    assert again.started is not None
+    assert again.started.cached_prefix == 29
+    assert simulation.refusals == 0
+
+
+def test_without_room_for_checkpoints_the_turn_is_cold_and_right() -> None:
+    simulation = _played(_recurrent(checkpoints=0))
+    assert all(job.finished for job in simulation.jobs.values())
+    assert simulation.scheduler.counts.restored_rows == 0
 
 
 def _two_turns(faults: FaultScript = ()) -> Simulation:

@@ -22,10 +22,11 @@ from coordinator.frames import (
     RefusalCode,
     Segment,
     SegmentKind,
+    Seq,
     StoreNodes,
 )
-from coordinator.ledger import Applied, Ledger, digest_of
-from coordinator.nodes import node_id, root_of
+from coordinator.ledger import Applied, Ledger, Standing, digest_of
+from coordinator.nodes import NodeTable, node_id, root_of
 
 A, B = LaneId(0), LaneId(1)
 ROOT = root_of("model")
@@ -113,6 +114,24 @@ def test_what_the_nodes_do_not_bear_out_is_refused_and_no_row_trusted(
         assert ledger.valid_rows(B) == 0
 
 
+@pytest.mark.parametrize(
+    "load",
+    [LoadNodes(B, 2, 8, IDS[1:2]), LoadNodes(B, 4, 8, IDS[:2]), LoadNodes(B, 3, 8, IDS[1:2])],
+)
+def test_a_load_begins_in_its_first_node(ledger: Driven, load: LoadNodes) -> None:
+    """Neither before it nor behind it, though the lane's rows are right so far."""
+    ledger.take([LoadNodes(B, 0, 4, IDS[:1])])
+    assert codes(ledger.take([load])) == [RefusalCode.BAD_FRAME]
+    assert ledger.valid_rows(B) == load.start
+
+
+def test_a_loaded_lane_takes_nothing_before_it_is_opened(ledger: Driven) -> None:
+    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()))])
+    more = Segment(B, JobId(2), 12, (1, 2), SegmentKind.PREFILL)
+    assert codes(ledger.take([LoadNodes(B, 0, 12, IDS)], [more])) == [RefusalCode.BAD_FRAME]
+    assert ledger.tokens(B) == TOKENS
+
+
 def test_a_load_behind_other_tokens_is_refused(ledger: Driven) -> None:
     """The rows of a node were computed behind its ancestors' tokens, and behind no others."""
     other = Segment(B, JobId(2), 0, (1, 2, 3, 4), SegmentKind.PREFILL)
@@ -149,6 +168,7 @@ def test_missing_nodes_are_named(ledger: Driven) -> None:
         replace(SPANS[0], end=5),
         replace(SPANS[1], parent=IDS[2]),
         spans_of((*TOKENS, 1, 2), 14)[0],  # rows that are not valid
+        replace(spans_of(TOKENS, 12)[0], end=14),  # more rows than its id stands for
     ],
 )
 def test_what_rows_do_not_bear_out_becomes_no_node_and_the_lane_goes_on(
@@ -160,6 +180,34 @@ def test_what_rows_do_not_bear_out_becomes_no_node_and_the_lane_goes_on(
     assert not applied.stores
     assert not ledger.is_blocked(A)
     assert ledger.valid_rows(A) == len(TOKENS)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_a_node_begins_where_its_parent_ends(ledger: Driven, start: int) -> None:
+    """Its id does not say where its rows begin: the true child would find the id taken."""
+    ledger.take([DropNodes(IDS[1:])])
+    parent, tokens = IDS[0], TOKENS[start : start + 4]
+    span = NodeSpan(node_id(parent, tokens), parent, start, start + 4)
+    applied = ledger.take(after=[StoreNodes(A, (span,))])
+    assert (applied.stores, applied.lost) == ((), (span.node,))
+    assert ledger.nodes.ids() == IDS[:1]
+
+
+def test_a_frame_that_was_applied_stores_and_drops_nothing_again(ledger: Driven) -> None:
+    ledger.take([DropNodes(IDS[2:])])
+    seen = Frame(ledger.epoch, Seq(ledger.next_seq - 1), (DropNodes(IDS[:1]),))
+    again = replace(seen, ops=(), after=(StoreNodes(A, SPANS[2:]),))
+    for frame in (seen, again):
+        assert ledger.apply(frame) == Applied(Standing.APPLIED)
+    assert ledger.nodes.ids() == IDS[:2]
+
+
+def test_a_node_once_made_stays_as_it_is() -> None:
+    table, first = NodeTable(), NodeTable().make(SPANS[0], TOKENS)
+    assert first is not None
+    table.add(first)
+    table.add(replace(first, start=1))
+    assert table[first.id] is first
 
 
 def test_a_parent_that_is_gone_is_named_with_its_child(ledger: Driven) -> None:
