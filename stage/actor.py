@@ -86,8 +86,10 @@ class StageActor:
     def progress(self) -> StageProgress:
         return self._progress
 
-    def connect(self, previous: bytes | None, following: Endpoint) -> None:
-        """Who sends frames here, by its public key, and where they go on to."""
+    def connect(self, previous: bytes | None, following: Endpoint, state_rows: int) -> None:
+        """Who sends frames here, by its public key, where they go on to, and what holds for the whole ring."""
+        assert self._stage is not None
+        self._stage.join(state_rows)
         self._link.admit(previous)
         self._next = following
 

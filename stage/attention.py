@@ -128,10 +128,15 @@ class RowAttention:
     """One frame's attention over static rows: writes each segment's rows, reads all rows up to them."""
 
     def __init__(
-        self, segments: Sequence[RowSegment], rows: KvRows, first_layer: int, numerics: Numerics
+        self,
+        segments: Sequence[RowSegment],
+        rows: KvRows,
+        layers: Sequence[int],
+        numerics: Numerics,
     ) -> None:
+        """`layers`: the numbers of the model's layers that attend, in the order of their rows."""
         self._rows = rows
-        self._first_layer = first_layer
+        self._ordinals = {layer: ordinal for ordinal, layer in enumerate(layers)}
         self._spans: list[_Span] = []
         self.layers_seen = 0
         for segment in segments:
@@ -142,7 +147,7 @@ class RowAttention:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: AttentionRules
     ) -> Tensor:
         self.layers_seen += 1
-        layer -= self._first_layer
+        layer = self._ordinals[layer]
         used, n_rows = self._spans[-1].rows.stop, query.shape[1]
         if len(self._spans) == 1 and used == n_rows:
             return self._attend_span(self._spans[0], layer, query, key, value, rules)

@@ -23,11 +23,12 @@ from stage.attention import Numerics, RowSegment
 from stage.config import RingConfig
 from stage.cores import Cores, cores_of
 from stage.fingerprint import fingerprint
+from stage.kv.states import STATE_ROWS
 from stage.model.damage import in_one_line, unusable
 from stage.model.slice import ModelSlice, RowBatch, SliceOutput, load_slice
 from stage.numerics import probe_cores, probe_numerics
 from stage.stage import Stage
-from stage.stores import open_store
+from stage.stores import open_stores
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class StageReport:
     lends_cores: bool
     host_rows: int = 0  # rows that its store has room for
     stored: tuple[Node, ...] = ()  # what lies on its disk from before
+    recurrent: bool = False  # some of its layers keep a state
+    checkpoints: int = 0  # of which its store has room for so many
 
 
 def build_stage(
@@ -71,7 +74,7 @@ def build_stage(
             if not (exact and probe_cores(model, cores)):
                 cores = Cores(cores.shared, cores.shared)
     identity = fingerprint(config.model_dir)
-    store = open_store(config, model, identity, stages_here)
+    store, checkpoints = open_stores(config, model, identity, stages_here)
     note.say("ready")
     report = StageReport(
         protocol_version=PROTOCOL_VERSION,
@@ -84,9 +87,11 @@ def build_stage(
         lends_cores=cores.alone > cores.shared,
         host_rows=store.capacity_rows,
         stored=store.on_disk(),
+        recurrent=model.states.layers > 0,
+        checkpoints=checkpoints.capacity,
     )
     log.info("ready stage=%d layers=%d-%d numerics=%s", index, *config.splits[index], words)
-    return Stage(index, model, cores, store), report
+    return Stage(index, model, cores, store, checkpoints), report
 
 
 @contextmanager
@@ -124,6 +129,7 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
     head = reports[0]
     if config.splits[-1][1] != head.layers:
         raise ModelUnusable(f"the stages hold {config.splits[-1][1]} of {head.layers} layers")
+    recurrent = any(report.recurrent for report in reports)
     # The stage with the worst verdict speaks for the ring.
     numerics = min(reports, key=lambda report: report.exact).numerics
     return RingInfo(
@@ -138,7 +144,10 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
         exact=all(report.exact for report in reports),
         devices=tuple(report.device for report in reports),
         host_rows=min(report.host_rows for report in reports),
-        stored=_held_by_all(reports),
+        # Checkpoints lie in memory only: without them, nodes from before are worth nothing.
+        stored=() if recurrent else _held_by_all(reports),
+        state_rows=STATE_ROWS if recurrent else 0,
+        checkpoints=min(report.checkpoints for report in reports) if recurrent else 0,
         lends_cores=any(report.lends_cores for report in reports),
     )
 
@@ -199,6 +208,7 @@ def _warm_up(config: RingConfig, index: int, model: ModelSlice) -> None:
                 raise _not_finite(config, index)
     finally:
         model.rows.clear(lane, 0)
+        model.states.clear(lane)
 
 
 def _is_finite(output: SliceOutput) -> bool:

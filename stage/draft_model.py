@@ -18,7 +18,7 @@ from threading import Condition, Thread
 import torch
 
 from coordinator.drafters import Drafter
-from coordinator.errors import ModelDoesNotFit
+from coordinator.errors import ModelDoesNotFit, ModelUnusable
 from coordinator.frames import JobId
 from stage.attention import Numerics, RowSegment
 from stage.draft_lanes import DraftJob, DraftLanes, DraftPart, Pace, Thought
@@ -244,6 +244,10 @@ def load_draft_model(
         )
     except torch.OutOfMemoryError as error:
         raise ModelDoesNotFit(f"the draft model {folder.name} does not fit: {error}") from error
+    if model.states.layers:
+        raise ModelUnusable(
+            f"{folder.name} cannot draft: its recurrent layers cannot be rewound far"
+        )
     return DraftModel(model)
 
 

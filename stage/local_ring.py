@@ -54,6 +54,8 @@ class LocalRing:
         results = await asyncio.gather(*loading, return_exceptions=True)
         built = [_unless_failed(result) for result in results]
         self._info = ring_info(self._config, [report for _, report in built])
+        for stage, _ in built:
+            stage.join(self._info.state_rows)
         self._run([stage for stage, _ in built])
         return self._info
 

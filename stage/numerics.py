@@ -33,7 +33,7 @@ _NEIGHBOUR_ROWS = 6
 
 @dataclass(frozen=True, slots=True)
 class NumericsReport:
-    """What the probe found; `max_difference` is over rows' outputs and KV entries alike."""
+    """What the probe found; `max_difference` is over rows' outputs, KV entries and states alike."""
 
     exact: bool
     max_difference: float
@@ -55,7 +55,7 @@ def probe_numerics(model: ModelSlice) -> NumericsReport:
             _compare_with_neighbour(model),
         ]
     finally:
-        model.rows.clear(model.rows.scratch_lane, 0)
+        _empty_scratch(model)
     finite = all(map(math.isfinite, differences))
     worst = max(differences) if finite else math.inf
     return NumericsReport(exact=worst == 0.0, max_difference=worst)
@@ -72,7 +72,12 @@ def probe_cores(model: ModelSlice, cores: Cores) -> bool:
         )
     finally:
         cores.use()
-        model.rows.clear(model.rows.scratch_lane, 0)
+        _empty_scratch(model)
+
+
+def _empty_scratch(model: ModelSlice) -> None:
+    model.rows.clear(model.rows.scratch_lane, 0)
+    model.states.clear(model.states.scratch_lane)
 
 
 def _compare_cores(
@@ -95,14 +100,14 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a plan left: the rows' outputs and their KV entries, on all layers."""
+    """What a plan left: the rows' outputs, and their KV entries and recurrent states on all layers."""
 
     outputs: Tensor
     entries: tuple[Tensor, ...]
 
     def difference(self, other: _Outcome) -> float:
         pairs = [(self.outputs, other.outputs), *zip(self.entries, other.entries, strict=True)]
-        worst = [(mine.float() - its.float()).abs().max() for mine, its in pairs]
+        worst = [(mine.float() - its.float()).abs().max() for mine, its in pairs if mine.numel()]
         return torch.stack(worst).max().item()  # unlike max(), this keeps a NaN
 
 
@@ -117,6 +122,7 @@ def _compare_with_neighbour(model: ModelSlice) -> float:
     width = 37
     inputs, other = _random_inputs(model, width), _random_inputs(model, _NEIGHBOUR_ROWS)
     alone = _run_cuts(model, inputs, 0, (width,))
+    model.states.pretend(model.states.scratch_lane, _NEIGHBOUR_START)
     # Its rows end up far from those compared, so that the scratch lane serves as two.
     segments = (
         RowSegment(model.rows.scratch_lane, _NEIGHBOUR_START, _NEIGHBOUR_ROWS),
@@ -142,6 +148,7 @@ def _random_inputs(model: ModelSlice, n_rows: int) -> _Inputs:
 
 def _run_cuts(model: ModelSlice, inputs: _Inputs, start: int, cuts: Sequence[int]) -> _Outcome:
     outputs, done = [], 0
+    model.states.pretend(model.states.scratch_lane, start)
     for width in cuts:
         segment = RowSegment(model.rows.scratch_lane, start + done, width)
         hidden = None if inputs.hidden is None else inputs.hidden[done : done + width]
@@ -164,7 +171,9 @@ def _call(
 
 
 def _entries(model: ModelSlice, start: int, width: int) -> tuple[Tensor, ...]:
-    """Copies of the scratch lane's rows from `start` on."""
+    """Copies of the scratch lane's rows from `start` on, and of its recurrent state behind them."""
     rows = model.rows
     views = [rows.view(layer, rows.scratch_lane, start + width) for layer in range(rows.layers)]
-    return tuple(tensor[:, start:].clone() for pair in views for tensor in pair)
+    entries = tuple(tensor[:, start:].clone() for pair in views for tensor in pair)
+    state = model.states.save(rows.scratch_lane, start + width)
+    return entries + tuple(tensor.to(model.decoder.device) for tensor in state.tensors)

@@ -19,17 +19,22 @@ from coordinator.frames import (
     StoreNodes,
 )
 from coordinator.ledger import Applied, Ledger
-from stage.kv.rows import KvRows
+from stage.kv.checkpoints import Checkpoints
 from stage.kv.store import HostStore
+from stage.model.slice import ModelSlice
 
 
 class FrameOps:
     """The rows and the store of one stage. The thread that processes frames calls it."""
 
-    def __init__(self, ledger: Ledger, rows: KvRows, store: HostStore) -> None:
+    def __init__(
+        self, ledger: Ledger, model: ModelSlice, store: HostStore, checkpoints: Checkpoints
+    ) -> None:
         self._ledger = ledger
-        self._rows = rows
+        self._rows = model.rows
+        self._states = model.states
         self._store = store
+        self._checkpoints = checkpoints
         for node in store.on_disk():
             ledger.nodes.add(node)
 
@@ -44,6 +49,8 @@ class FrameOps:
             if isinstance(op, LoadNodes):
                 known = [id_ for id_ in op.nodes if id_ in self._ledger.nodes]
                 lost += self._store.fetch(known)
+                if self._ledger.state_rows and self._checkpoints.missing(op.nodes[-1]):
+                    lost.append(op.nodes[-1])
         self._ledger.nodes.drop(lost)
         return tuple(lost)
 
@@ -52,16 +59,25 @@ class FrameOps:
         for op in frame.ops:
             if isinstance(op, DropNodes):
                 self._store.drop(op.nodes)
+                self._checkpoints.drop((*op.nodes, *op.checkpoints))
             elif isinstance(op, CopyRows):
                 if op in applied.moves:
                     self._rows.copy_rows(op.source, op.target, op.rows)
+                    self._states.copy(op.source, op.target, op.rows)
             elif isinstance(op, LoadNodes):
                 if op in applied.moves:
-                    self._store.load(op.lane, op.start, op.end, op.nodes)
+                    self._load(op)
             elif op.lane not in refused:
                 # Void rows are zeroed: a mask does not keep one conversation's NaN from the next one.
                 self._rows.clear(op.lane, op.cached_prefix)
+                if op.cached_prefix == 0:
+                    self._states.clear(op.lane)
         self._store.release()
+
+    def _load(self, op: LoadNodes) -> None:
+        self._store.load(op.lane, op.start, op.end, op.nodes)
+        if self._ledger.state_rows:
+            self._checkpoints.load(op.lane, op.end, op.nodes[-1])
 
     def store(
         self, stores: Iterable[StoreNodes], refused: Collection[LaneId | None]
@@ -71,13 +87,23 @@ class FrameOps:
         """
         lost: list[NodeId] = []
         for op in stores:
-            ids = [span.node for span in op.spans]
             if op.lane in refused:
-                lost += ids
+                lost += (span.node for span in op.spans)
             else:
-                lost += self._store.store(op.lane, [self._ledger.nodes[id_] for id_ in ids])
+                lost += self._keep(op)
         self._ledger.nodes.drop(lost)
         return tuple(lost)
+
+    def _keep(self, op: StoreNodes) -> list[NodeId]:
+        """A node that was there already only gets its checkpoint."""
+        new = set(self._store.missing(span.node for span in op.spans))
+        nodes = [self._ledger.nodes[span.node] for span in op.spans if span.node in new]
+        lost = list(self._store.store(op.lane, nodes))
+        marked = (span for span in op.spans if span.checkpoint)
+        lost.extend(
+            span.node for span in marked if not self._checkpoints.save(op.lane, span.end, span.node)
+        )
+        return lost
 
     def unknown(self, frame: Frame) -> Iterator[NodeId]:
         """Of the nodes that the frame asks to be stored, those that are not here: it was refused whole."""

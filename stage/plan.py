@@ -35,6 +35,7 @@ class StagePlan:
     last: int
     weight_bytes: int
     kv_bytes_per_lane: int
+    state_bytes_per_lane: int
     workspace_bytes: int
     memory_bytes: int
     lanes: int
@@ -44,8 +45,13 @@ class StagePlan:
         return self.last - self.first
 
     @property
+    def lanes_bytes(self) -> int:
+        """KV rows and recurrent states of all lanes."""
+        return (self.kv_bytes_per_lane + self.state_bytes_per_lane) * self.lanes
+
+    @property
     def needed_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes_per_lane * self.lanes + self.workspace_bytes
+        return self.weight_bytes + self.lanes_bytes + self.workspace_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -93,7 +99,7 @@ class Plan:
         return (
             f"{self.model} ({self.dtype}) does not fit: stage {worst.index} of {len(self.stages)} needs "
             f"{format_bytes(worst.needed_bytes)} (weights {format_bytes(worst.weight_bytes)}, "
-            f"{self.lanes} x {self.max_rows} rows {format_bytes(worst.kv_bytes_per_lane * self.lanes)}, "
+            f"{self.lanes} x {self.max_rows} rows {format_bytes(worst.lanes_bytes)}, "
             f"workspace {format_bytes(worst.workspace_bytes)}) and has {format_bytes(worst.memory_bytes)}; "
             + self._largest()
         )
@@ -190,7 +196,7 @@ def workspace_bytes(model: Footprint, first: int, last: int, rows: int) -> int:
     activations = _FRAME_ROWS * (8 * model.hidden + 3 * model.intermediate) * element
     mask = _FRAME_ROWS * padded(rows) * element
     logits = 2 * _SAMPLED_ROWS * model.vocabulary * 4 if last == model.n_layers else 0
-    return RUNTIME_BYTES + model.kv_bytes(first, last, SCRATCH_ROWS) + activations + mask + logits
+    return RUNTIME_BYTES + model.lane_bytes(first, last, SCRATCH_ROWS) + activations + mask + logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +216,7 @@ class _Fit:
                 last=last,
                 weight_bytes=self.model.weight_bytes(first, last),
                 kv_bytes_per_lane=self.model.kv_bytes(first, last, padded(rows)),
+                state_bytes_per_lane=sum(self.model.state_bytes[first:last]),
                 workspace_bytes=workspace_bytes(self.model, first, last, rows),
                 memory_bytes=memory,
                 lanes=lanes,
@@ -228,11 +235,13 @@ class _Fit:
 
     def lanes(self, rows: int) -> int:
         """The most lanes of `rows` rows; 0 when not one fits."""
+        empty, single = self.stages(0, rows), self.stages(1, rows)
+        if any(stage.free_bytes < 0 for stage in empty):
+            return 0
+        lane_bytes = [stage.lanes_bytes for stage in single]
         room = [
-            (stage.free_bytes // stage.kv_bytes_per_lane if stage.kv_bytes_per_lane else 2**16)
-            if stage.free_bytes >= 0
-            else 0
-            for stage in self.stages(0, rows)
+            stage.free_bytes // lane if lane else 2**16
+            for stage, lane in zip(empty, lane_bytes, strict=True)
         ]
         return min(room)
 
@@ -256,7 +265,9 @@ def balance(model: Footprint, lanes: int, rows: int, memory: Sequence[int]) -> t
 
     def full(stage: int, first: int, last: int) -> float:
         needed = model.weight_bytes(first, last) + workspace_bytes(model, first, last, rows)
-        return (needed + lanes * model.kv_bytes(first, last, padded(rows))) / max(memory[stage], 1)
+        return (needed + lanes * model.lane_bytes(first, last, padded(rows))) / max(
+            memory[stage], 1
+        )
 
     def layers(stage: int, first: int, last: int) -> float:
         fits = full(stage, first, last) <= 1

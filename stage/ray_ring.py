@@ -149,7 +149,7 @@ class RayRing:
             started.places = await _ask(started.actors, "place")
             reports = await _load(started, progress)
             self._info = ring_info(self._config, reports)
-            await started.open()
+            await started.open(self._info.state_rows)
         except BaseException as error:
             await self._end(started)
             if isinstance(error, RayError):
@@ -227,7 +227,7 @@ class _Started:
         assert self._sender is not None
         return self._sender
 
-    async def open(self) -> None:
+    async def open(self, state_rows: int) -> None:
         """Binds and connects all sockets, then lets the stages run."""
         stages, replies = await self._bind()
         self.endpoints = (*stages, replies)
@@ -235,7 +235,9 @@ class _Started:
         previous = [replies.public, *(stage.public for stage in stages[:-1])]
         calls = zip(self.actors, previous, [*stages[1:], replies], strict=True)
         # Each knows its predecessor before anybody connects: the door stays closed to all others.
-        await asyncio.gather(*(actor.connect.remote(key, to) for actor, key, to in calls))
+        await asyncio.gather(
+            *(actor.connect.remote(key, to, state_rows) for actor, key, to in calls)
+        )
         self._sender = self._link.connect(stages[0])
         self._watchers = [
             asyncio.create_task(self._watch(index, actor.run.remote()))

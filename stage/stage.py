@@ -35,6 +35,7 @@ from coordinator.frames import (
 from coordinator.ledger import Applied, Ledger, Standing
 from stage.attention import RowSegment
 from stage.cores import Cores
+from stage.kv.checkpoints import Checkpoints
 from stage.kv.store import HostStore
 from stage.messages import FrameMessage, Garbled, ReplyMessage
 from stage.model.slice import ModelSlice, RowBatch
@@ -63,15 +64,26 @@ class Waited:
 class Stage:
     """One replica: ledger, slice and nodes. One thread processes; `open_epoch` may come from another one."""
 
-    def __init__(self, index: int, model: ModelSlice, cores: Cores, store: HostStore) -> None:
+    def __init__(
+        self,
+        index: int,
+        model: ModelSlice,
+        cores: Cores,
+        store: HostStore,
+        checkpoints: Checkpoints,
+    ) -> None:
         self.index = index
         self.model = model
         self._cores = cores
         self.store = store
         self.ledger = Ledger(model.rows.lanes, model.rows.max_rows, stage=index)
-        self._ops = FrameOps(self.ledger, model.rows, store)
+        self._ops = FrameOps(self.ledger, model, store, checkpoints)
         self._opened = Epoch(0)
         self._lock = Lock()
+
+    def join(self, state_rows: int) -> None:
+        """Learns before its first frame what holds for the whole ring: RingInfo.state_rows."""
+        self.ledger.state_rows = state_rows
 
     def open_epoch(self, epoch: Epoch) -> None:
         """Voids every row. Waits for the frame being computed; those that wait behind it are dropped."""

@@ -13,6 +13,7 @@ import transformers
 
 from stage.config import RingConfig
 from stage.host_memory import available_bytes
+from stage.kv.checkpoints import Checkpoints
 from stage.kv.disk import DiskTier
 from stage.kv.node_file import RowKind
 from stage.kv.records import RowRecords
@@ -25,10 +26,10 @@ log = logging.getLogger(__name__)
 _SHARE = 4
 
 
-def open_store(
+def open_stores(
     config: RingConfig, model: ModelSlice, fingerprint: str, stages_here: int
-) -> HostStore:
-    """Reads the headers of the nodes on disk, and no rows."""
+) -> tuple[HostStore, Checkpoints]:
+    """Reads the headers of the nodes on disk, and no rows. Recurrent layers get half of the budget."""
     decoder = model.decoder
     records = RowRecords(model.rows, decoder.dtype, decoder.device)
     kind = RowKind(
@@ -43,7 +44,8 @@ def open_store(
     if budget is None:
         budget = available_bytes() // _SHARE // (stages_here * config.rings)
     disk = None if budget == 0 else _open_disk(config, records, kind)
-    return HostStore(records, budget, disk)
+    for_states = budget // 2 if model.states.layers else 0
+    return HostStore(records, budget - for_states, disk), Checkpoints(model.states, for_states)
 
 
 def _open_disk(config: RingConfig, records: RowRecords, kind: RowKind) -> DiskTier | None:

@@ -1,9 +1,9 @@
 """The static KV rows of one stage.
 
 Decides where each row lies: `[layers, 2, lanes, kv_heads, rows, head_dim]`, allocated once in the
-constructor, so that addresses never move. Layers whose keys or values have other shapes get buffers
-of their own. May not know which rows are valid: the ledger does. Holds that a view up to any multiple
-of BLOCK_ROWS within a lane is legal and starts out as zeros.
+constructor, so that addresses never move. Only layers that attend have rows; those whose keys or values
+have other shapes get buffers of their own. May not know which rows are valid: the ledger does. Holds that
+a view up to any multiple of BLOCK_ROWS within a lane is legal and starts out as zeros.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class KvRows:
         return SCRATCH_ROWS if lane == self.scratch_lane else self.max_rows
 
     def write(self, layer: int, lane: int, start: int, key: Tensor, value: Tensor) -> None:
-        """Store rows from `start` on; key and value are [kv_heads, width, dim]. `layer` counts within this stage."""
+        """Store rows from `start` on; key and value are [kv_heads, width, dim].
+
+        `layer` counts the layers of this stage that attend."""
         end = start + key.shape[1]
         keys, values = self._lane(layer, lane)
         keys[:, start:end].copy_(key)
@@ -113,6 +115,8 @@ def _allocate(
     shapes: Sequence[LayerShape], lanes: int, rows: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
     """Per layer, keys and values [lanes, kv_heads, rows, dim]; zeros, since void rows are read under a mask."""
+    if not shapes:
+        return []
     first = shapes[0]
     if first.key_dim == first.value_dim and all(shape == first for shape in shapes):
         size = (len(shapes), 2, lanes, first.kv_heads, rows, first.key_dim)

@@ -18,6 +18,7 @@ from typing import Any
 
 from coordinator.errors import InvalidSetting, ModelUnusable
 from stage.model.damage import unusable
+from stage.model.layer_kinds import keeps_rows, layer_kinds, state_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Tensors stored as one of these are loaded in the ring's dtype; any other (int8, fp8, packed) keeps its stored size.
@@ -50,6 +51,8 @@ class Footprint:
     intermediate: int
     vocabulary: int
     max_positions: int
+    state_bytes: tuple[int, ...] = ()
+    """Per layer, the bytes of one lane's recurrent state; empty for a model without any."""
     packed: bool = False
     """Matrices are laid out anew at load (packed.py): then a tied head shares no bytes with its embedding."""
 
@@ -69,6 +72,10 @@ class Footprint:
         """The KV rows of one lane in layers [first, last)."""
         return sum(self.kv_row_bytes[first:last]) * rows
 
+    def lane_bytes(self, first: int, last: int, rows: int) -> int:
+        """One lane's KV rows and recurrent state in layers [first, last)."""
+        return self.kv_bytes(first, last, rows) + sum(self.state_bytes[first:last])
+
 
 def read_footprint(model_dir: Path, dtype: str, device: str = "cpu") -> Footprint:
     """Raises ModelUnusable if the folder holds no decoder model that can be sliced, InvalidSetting for a dtype."""
@@ -81,16 +88,21 @@ def read_footprint(model_dir: Path, dtype: str, device: str = "cpu") -> Footprin
 def _footprint(model_dir: Path, dtype: str, device: str) -> Footprint:
     config = read_text_config(model_dir)
     weights = _weigh(model_dir, DTYPE_BYTES[dtype])
-    n_layers = _count(config, "num_hidden_layers")
+    # Some say it only by naming each layer's kind.
+    n_layers = _count(config, "num_hidden_layers", len(layer_kinds(config, 0)) or None)
     check_layers(
         weights.layers, n_layers, _count(config, "num_nextn_predict_layers", 0), model_dir.name
     )
     hidden = _count(config, "hidden_size")
+    kinds = layer_kinds(config, n_layers)
+    if len(kinds) != n_layers:
+        raise ModelUnusable(f"config.json: {len(kinds)} layer_types for {n_layers} layers")
     return Footprint(
         name=model_dir.name,
         dtype=dtype,
         layer_bytes=tuple(weights.layers[index] for index in range(n_layers)),
-        kv_row_bytes=_kv_row_bytes(config, n_layers, DTYPE_BYTES[dtype]),
+        kv_row_bytes=_kv_row_bytes(config, kinds, DTYPE_BYTES[dtype]),
+        state_bytes=tuple(state_bytes(config, kind, DTYPE_BYTES[dtype], device) for kind in kinds),
         embedding_bytes=weights.embedding,
         head_bytes=weights.head or weights.embedding,
         norm_bytes=weights.rest,
@@ -162,7 +174,9 @@ def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
-def _kv_row_bytes(config: dict[str, Any], n_layers: int, element_bytes: int) -> tuple[int, ...]:
+def _kv_row_bytes(
+    config: dict[str, Any], kinds: tuple[str, ...], element_bytes: int
+) -> tuple[int, ...]:
     heads = _count(config, "num_attention_heads")
     key_dim = _count(config, "head_dim", _count(config, "hidden_size") // heads)
     kv_heads, value_dim = _count(config, "num_key_value_heads", heads), key_dim
@@ -171,10 +185,7 @@ def _kv_row_bytes(config: dict[str, Any], n_layers: int, element_bytes: int) -> 
         kv_heads, value_dim = heads, _count(config, "v_head_dim")
         key_dim = _count(config, "qk_nope_head_dim") + _count(config, "qk_rope_head_dim")
     row = kv_heads * (key_dim + value_dim) * element_bytes
-    kinds = config.get("layer_types") or ["full_attention"] * n_layers
-    if len(kinds) != n_layers:
-        raise ModelUnusable(f"config.json: {len(kinds)} layer_types for {n_layers} layers")
-    return tuple(row if "attention" in kind and "linear" not in kind else 0 for kind in kinds)
+    return tuple(row if keeps_rows(kind) else 0 for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)

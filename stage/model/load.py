@@ -44,8 +44,13 @@ Progress = Callable[[int, int], None]
 
 # transformers sets torch's default dtype while it builds a model: two threads must not build at once.
 _BUILDING = Lock()
-_NORMS = ("norm", "final_layernorm")
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+_NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f")
+_KNOWN_LAYERS = {
+    *("full_attention", "sliding_attention", "attention", "linear_attention", "conv", "mamba"),
+    *("hybrid", "mlp", "moe"),
+}
+# These return attention weights beside their rows.
+_RETURN_PAIRS = {"BambaDecoderLayer"}
 # Weights of any other type mean nothing without the scales that a quantized checkpoint keeps beside them.
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # These scale rotary frequencies by the longest position in the call, so a row depends on its neighbours.
@@ -81,12 +86,15 @@ class AbsentLayer(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        for name in ("attention_type", "layer_type"):  # some models pick a layer's mask by these
+        self.returns_pair = type(layer).__name__ in _RETURN_PAIRS
+        for name in ("attention_type", "layer_type", "block_type"):  # some pick a mask by these
             if hasattr(layer, name):
                 setattr(self, name, getattr(layer, name))
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+    def forward(
+        self, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        return (hidden_states, None) if self.returns_pair else hidden_states
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -96,7 +104,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         _refuse_own_code(folder, raw)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config = config.get_text_config(decoder=True)
-        kinds = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
+        kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if kinds:
         raise ModelUnusable(
             f"{config.model_type} has layers that are not supported: {', '.join(sorted(kinds))}"
