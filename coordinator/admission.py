@@ -59,7 +59,10 @@ class Admission:
         choice = self._deepen(job, choice)
         if not job.announced and job.request.reuse:
             job.miss = self.pasts.miss(
-                job.request, cached_prefix=choice.cached_prefix, epoch=self._ledger.epoch
+                job.request,
+                cached_prefix=choice.cached_prefix,
+                epoch=self._ledger.epoch,
+                held=self._retention.held_in_lanes(job.context),
             )
         self.lanes.take(choice, job.id, session)
         self._retention.taken(choice.lane, job.request.prompt, job.request.anchor)

@@ -48,8 +48,13 @@ class SessionPasts:
         past = self._pasts.pop(session, None)
         self._room += len(past.tokens) if past is not None else 0
 
-    def miss(self, request: Request, *, cached_prefix: int, epoch: Epoch) -> Miss | None:
-        """None: everything that the session's last turn left was reused, or nothing was promised."""
+    def miss(
+        self, request: Request, *, cached_prefix: int, epoch: Epoch, held: int = 0
+    ) -> Miss | None:
+        """None: everything that the session's last turn left was reused, or nothing was promised.
+
+        `held`: rows of the prompt that lie in some lane, whether or not they can be gone on from.
+        """
         if request.session is None:
             return None
         past = self._pasts.get(request.session)
@@ -62,7 +67,9 @@ class SessionPasts:
             return None
         shared = min(common_prefix(past.tokens, request.prompt), last)
         if cached_prefix < shared:
-            return Miss(MissKind.RING_LOST if past.epoch != epoch else MissKind.EVICTED)
+            if past.epoch != epoch:
+                return Miss(MissKind.RING_LOST)
+            return Miss(MissKind.NO_CHECKPOINT if held >= shared else MissKind.EVICTED)
         return Miss(MissKind.DIVERGED, shared, _message_of(request.boundaries, shared))
 
 

@@ -64,11 +64,9 @@ class Retention:
         self.anchors = Anchors(self.index)
         self._tickets: dict[Seq, list[_Ticket]] = {}
         self._heads: dict[LaneId, int] = {}  # where the head of a lane's last job ends
-        self._at_rest: OrderedDict[LaneId, None] = (
-            OrderedDict()
-        )  # lanes with rows not yet looked at
+        # Lanes with rows that have not been looked at.
+        self._at_rest: OrderedDict[LaneId, None] = OrderedDict()
         self._asked: tuple[int, ...] = ()  # what the next ticket's nodes are to be pinned for
-        self.stored_rows = 0
 
     @property
     def enabled(self) -> bool:
@@ -108,9 +106,11 @@ class Retention:
 
     def held_rows(self, prefix: Sequence[int]) -> int:
         """How many of a prefix's rows lie in one lane or in the store."""
+        return max(self.held_in_lanes(prefix), self.index.match(prefix).rows)
+
+    def held_in_lanes(self, prefix: Sequence[int]) -> int:
         lanes = map(LaneId, range(self._ledger.lanes))
-        in_lanes = max(self._ledger.usable_prefix(lane, prefix) for lane in lanes)
-        return max(in_lanes, self.index.match(prefix).rows)
+        return max(self._ledger.usable_prefix(lane, prefix) for lane in lanes)
 
     def pin(self, prefix: Sequence[int]) -> StoreNodes | None:
         """Pins a prefix at an operator's wish. What a lane holds of it and the store does not is stored first."""
@@ -182,7 +182,6 @@ class Retention:
         for ticket in tickets:
             kept = [node for node in ticket.nodes if node not in reply.lost]
             self.index.publish(kept)
-            self.stored_rows += sum(self.index.node(n).rows for n in kept if n in self.index)
             if len(kept) < len(ticket.nodes):
                 self._at_rest.pop(ticket.lane, None)  # tried again when the lane was used again
         if reply.lost:

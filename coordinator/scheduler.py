@@ -176,11 +176,8 @@ class Scheduler:
 
     def _submit(self, event: Submitted) -> None:
         self.admissible(event.request)
-        info = self._info
-        job = Job(
-            event.job, event.request, event.now, info.max_rows, event.drafter, info.state_rows
-        )
-        self._queue.push(job)
+        rows = (self._info.max_rows, event.drafter, self._info.state_rows)
+        self._queue.push(Job(event.job, event.request, event.now, *rows))
         self._foresight.forget(event.request.session)
 
     def _end_job(self, job_id: JobId, error: RingserveError) -> None:
@@ -309,6 +306,7 @@ class Scheduler:
         # Frames that still speculate for a job that has ended are as void as those of a failed guess.
         still_out = job.in_flight if job.phase is Phase.DECODE else 0
         self._counter.drafts(job.drafted, job.accepted, job.discarded + still_out)
+        self._foresight.forget(job.request.session)
         self._admission.leave(job)
 
     def _pump(self, now: float) -> None:

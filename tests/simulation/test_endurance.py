@@ -43,7 +43,9 @@ async def _round(driver: RingDriver, number: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_ten_thousand_frames_leave_nothing_behind(tiny_model: Path) -> None:
-    ring = LocalRing(RingConfig(tiny_model, "tiny", ((0, 2), (2, 4)), lanes=3, max_rows=256))
+    ring = LocalRing(
+        RingConfig(tiny_model, "tiny", ((0, 2), (2, 4)), lanes=3, max_rows=256, kv_host_bytes=2**21)
+    )
     driver = RingDriver("ring-0", ring, SchedulerSettings(), SystemClock())
     await driver.start(lambda progress: None)
     try:

@@ -176,6 +176,24 @@ def test_without_room_for_checkpoints_the_turn_is_cold_and_right() -> None:
     simulation = _played(_recurrent(checkpoints=0))
     assert all(job.finished for job in simulation.jobs.values())
     assert simulation.scheduler.counts.restored_rows == 0
+    assert dict(simulation.scheduler.counts.misses)[MissKind.EVICTED] > 0
+
+
+def test_rows_without_their_state_are_a_miss_of_their_own() -> None:
+    """A regenerated answer, long after the lane's state went past the end of its prompt."""
+    prompt = tuple(range(30))
+    plan = (
+        PlannedJob(0.0, prompt, "a", max_new_tokens=20),
+        PlannedJob(6.0, prompt, "a", max_new_tokens=20),
+    )
+    simulation = _played(
+        Simulation(plan, _MODEL, settings=_SETTINGS, lanes=1, state_rows=4, host_rows=1000)
+    )
+    again = simulation.jobs[JobId(1)].started
+    assert again is not None
+    assert again.cached_prefix == 0
+    assert again.miss is not None
+    assert again.miss.kind is MissKind.NO_CHECKPOINT
 
 
 def _two_turns(faults: FaultScript = ()) -> Simulation:
