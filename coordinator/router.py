@@ -8,11 +8,14 @@ asks what is valid in a lane beyond the ledger's own answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from coordinator.chain import NodeStatus
 from coordinator.driver import RingDriver, RingStatus
-from coordinator.errors import BusyError, InvalidSetting, RingUnavailable
+from coordinator.errors import BusyError, InvalidSetting, InvalidValue, RingUnavailable
+from coordinator.foresight import Wish
+from coordinator.frames import NodeId
 from coordinator.requests import Request, SessionId
 from coordinator.ring import RingInfo
 from coordinator.sessions import History, SessionTable
@@ -20,6 +23,12 @@ from coordinator.streams import JobStream
 
 # Fewer rows than this are prefilled within one step of anything else: no reason to prefer a busy ring.
 _LEAST_PREFIX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RingNode:
+    ring: str
+    node: NodeStatus
 
 
 class Router:
@@ -60,10 +69,7 @@ class Router:
             if request.session is not None:
                 self._sessions.pin(request.session, driver.name)
             return stream
-        if refused is None:
-            reasons = {status.reason or "loading" for status in self.rings()}
-            refused = RingUnavailable("; ".join(sorted(reasons)) or "there is none")
-        raise refused
+        raise refused or self._unavailable()
 
     def info(self) -> RingInfo:
         """What a ring of this router can do; they all serve the same model. Raises RingUnavailable."""
@@ -81,11 +87,50 @@ class Router:
     def remember(self, session: SessionId, history: History) -> None:
         self._sessions.remember(session, history)
 
+    def foresee(self, wish: Wish) -> None:
+        """Tells the session's ring what its next prompt begins with."""
+        driver = self._drivers.get(self._sessions.ring(wish.session) or "")
+        if driver is not None:
+            driver.foresee(wish)
+
     def close_session(self, session: SessionId) -> bool:
         """Cancels the session's jobs and forgets it; False when it was not known."""
         for driver in self._drivers.values():
             driver.close_session(session)
         return self._sessions.forget(session)
+
+    # The chain stores, for operators
+
+    def nodes(self, ring: str | None = None) -> Iterator[RingNode]:
+        """What the rings, or the one of that name, keep. In no order."""
+        for driver in tuple(self._drivers.values()):
+            if ring in (None, driver.name):
+                yield from (RingNode(driver.name, node) for node in driver.nodes())
+
+    def pin(self, prefix: tuple[int, ...]) -> tuple[str, ...]:
+        """The rings that keep the prefix from now on. Raises InvalidValue or RingUnavailable when none does."""
+        pinned: list[str] = []
+        refused: InvalidValue | None = None
+        for driver in self._drivers.values():
+            if not driver.status().ready:
+                continue
+            try:
+                driver.pin(prefix)
+            except InvalidValue as error:
+                refused = refused or error
+                continue
+            pinned.append(driver.name)
+        if not pinned:
+            raise refused or self._unavailable()
+        return tuple(pinned)
+
+    def drop_node(self, node: NodeId) -> bool:
+        """Drops it on every ring; False when none has it."""
+        return any([driver.drop_node(node) for driver in self._drivers.values()])
+
+    def _unavailable(self) -> RingUnavailable:
+        reasons = {status.reason or "loading" for status in self.rings()}
+        return RingUnavailable("; ".join(sorted(reasons)) or "there is none")
 
     def _marked(self, request: Request, driver: RingDriver) -> Request:
         pinned = None if request.session is None else self._sessions.ring(request.session)

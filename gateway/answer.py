@@ -69,6 +69,11 @@ class Answer:
         self._shown.append(text)
         return text
 
+    @property
+    def shown(self) -> str:
+        """What the client got."""
+        return "".join(self._shown)
+
     def history(self) -> tuple[tuple[int, ...], str]:
         """The ids that the next turn may go on from, and what they render to, special tokens included.
 
@@ -80,7 +85,7 @@ class Answer:
         return ids, self._tokenizer.decode(ids, skip_special=False)
 
     def _shown_ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        shown = "".join(self._shown)
+        shown = self.shown
         for kept in range(len(ids), max(len(ids) - _LONGEST_STOP_TOKENS, 0), -1):
             if self._tokenizer.decode(ids[:kept]) == shown:
                 return ids[:kept]

@@ -1,4 +1,4 @@
-"""The command line: `ringserve serve`, `plan`, `chat`, `rings`, `demo` and `bench`.
+"""The command line: `ringserve serve`, `plan`, `chat`, `rings`, `cache`, `demo` and `bench`.
 
 It parses flags and RINGSERVE_* names into settings, shows what happens and maps ends to exit codes: 0, 1 for a
 failure, 2 for bad usage, 130 when interrupted. Heavy modules are imported by the command that needs them.
@@ -17,6 +17,7 @@ from coordinator.config import SchedulerSettings
 from coordinator.errors import SetupError
 from gateway.chat_options import ChatOptions
 from gateway.cli_bench import bench
+from gateway.cli_cache import app as cache_app
 from gateway.cli_rings import app as rings_app
 from gateway.exits import fail
 from gateway.flags import (
@@ -57,6 +58,7 @@ app = typer.Typer(
 
 app.add_typer(bench, name="bench")
 app.add_typer(rings_app, name="rings")
+app.add_typer(cache_app, name="cache")
 
 _DEFAULTS = ServeSettings(model="default")
 _GRPC = GrpcSettings()

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
+from gateway.asking import Address, ask
 from gateway.flags import Json
-
-if TYPE_CHECKING:
-    from gateway.client import Client
 
 app = typer.Typer(
     help="Lists, adds and drains the rings of a running ringserve.", no_args_is_help=True
 )
 
-Address = Annotated[
-    str, typer.Option(envvar="RINGSERVE_ADDRESS", help="HOST:PORT of a running ringserve.")
-]
-T = TypeVar("T")
-
 
 @app.command()
 def ls(address: Address, as_json: Json = False) -> None:
-    """Shows each ring's state and load."""
-    rings = _ask(address, lambda client: client.rings())
+    """Shows each ring's state and load, what its host memory holds, and why turns missed what their sessions had."""
+    rings = ask(address, lambda client: client.rings())
     if as_json:
         typer.echo(json.dumps({"rings": [_facts(ring) for ring in rings]}))
         return
@@ -38,7 +29,7 @@ def ls(address: Address, as_json: Json = False) -> None:
 @app.command()
 def add(address: Address) -> None:
     """Starts one more ring of the same model; returns when it takes turns. Ctrl-C ends what was started."""
-    typer.echo(_ask(address, lambda client: client.add_ring()))
+    typer.echo(ask(address, lambda client: client.add_ring()))
 
 
 @app.command()
@@ -46,24 +37,8 @@ def drain(
     address: Address, name: Annotated[str, typer.Argument(help="As `rings ls` shows it.")]
 ) -> None:
     """Lets a ring take no more turns; it ends with the last one that it has."""
-    jobs = _ask(address, lambda client: client.drain_ring(name))
+    jobs = ask(address, lambda client: client.drain_ring(name))
     typer.echo(f"{name} is draining, {jobs} turns to go")
-
-
-def _ask(address: str, question: Callable[[Client], Awaitable[T]]) -> T:
-    import grpc
-
-    from gateway.client import Client
-
-    async def ask() -> T:
-        async with Client(address) as client:
-            return await question(client)
-
-    try:
-        return asyncio.run(ask())
-    except grpc.aio.AioRpcError as error:
-        typer.echo(f"error: {error.details()}", err=True)
-        raise typer.Exit(1) from None
 
 
 def _facts(ring: Any) -> dict[str, object]:
@@ -76,13 +51,38 @@ def _facts(ring: Any) -> dict[str, object]:
         "waiting_jobs": ring.waiting_jobs,
         "sessions": ring.sessions,
         "epoch": ring.epoch,
+        "host_rows": ring.host_rows,
+        "stored_rows": ring.stored_rows,
+        "pinned_rows": ring.pinned_rows,
+        "prefilled_rows": ring.counts.prefilled_rows,
+        "reused_rows": ring.counts.reused_rows,
+        "restored_rows": ring.counts.restored_rows,
+        "ahead_rows": ring.counts.ahead_rows,
+        "refusals": ring.counts.refusals,
+        "misses": _misses(ring),
     }
 
 
 def _line(ring: Any) -> str:
     lanes = f"{ring.busy_lanes} of {ring.lanes} lanes busy"
     jobs = f"{ring.running_jobs} running, {ring.waiting_jobs} waiting"
-    return f"{ring.name}: {_state(ring)}, {lanes}, {jobs}, {ring.sessions} sessions"
+    parts = [f"{ring.name}: {_state(ring)}", lanes, jobs, f"{ring.sessions} sessions"]
+    if ring.host_rows:
+        parts.append(
+            f"{ring.stored_rows} of {ring.host_rows} rows stored ({ring.pinned_rows} pinned)"
+        )
+    misses = [f"{turns} {reason}" for reason, turns in _misses(ring).items()]
+    if misses:
+        parts.append(f"misses: {' + '.join(misses)}")
+    return ", ".join(parts)
+
+
+def _misses(ring: Any) -> dict[str, int]:
+    """Turns by reason, in the words of docs and metrics."""
+    from gateway.rpc.client_convert import miss_kind
+
+    known = ((miss_kind(miss.reason), miss.turns) for miss in ring.counts.misses)
+    return {str(kind): turns for kind, turns in known if kind is not None}
 
 
 def _state(ring: Any) -> str:

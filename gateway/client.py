@@ -6,6 +6,7 @@ object, or breaking out of its loop, does not. Errors are grpc.aio.AioRpcError; 
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -118,6 +119,29 @@ class Client:
         message = pb.DrainRingRequest(name=name)
         answer: pb.DrainRingResponse = await self._stub.DrainRing(message)
         return answer.jobs
+
+    async def nodes(self, ring: str = "") -> AsyncIterator[pb.Node]:
+        """What the rings, or the one of that name, keep in host memory, page by page."""
+        request = pb.ListNodesRequest(ring=ring)
+        while True:
+            answer: pb.ListNodesResponse = await self._stub.ListNodes(request)
+            for node in answer.nodes:
+                yield node
+            if not answer.next_page_token:
+                return
+            request.page_token = answer.next_page_token
+
+    async def pin_prefix(self, prompt: Prompt) -> pb.PinPrefixResponse:
+        """Keeps what a prompt without its answer begins with, on each ring that holds its rows, until it is dropped."""
+        message = pb.PinPrefixRequest()
+        put_prompt(message, prompt)
+        answer: pb.PinPrefixResponse = await self._stub.PinPrefix(message)
+        return answer
+
+    async def drop_node(self, node: str) -> bool:
+        """By the id that `nodes` shows; False when no ring has it."""
+        answer: pb.DropNodeResponse = await self._stub.DropNode(pb.DropNodeRequest(id=node))
+        return answer.found
 
     async def close_session(self, session: SessionId) -> bool:
         message = pb.CloseSessionRequest(session_id=session)

@@ -34,6 +34,7 @@ _GRPC_PATHS: Mapping[str, str] = MappingProxyType(
         "template_args": "chat.template_args_json",
         "token_ids": "token_ids.ids",
         "max_new_tokens": "max_tokens",
+        "prefix": "prompt",
         **{spec.name: f"sampling.{spec.name}" for spec in fields(SamplingSpec)},
     }
 )

@@ -75,7 +75,7 @@ RayAddress = Annotated[
     str | None,
     typer.Option(
         envvar="RINGSERVE_RAY_ADDRESS",
-        help="A running Ray cluster.",
+        help="A running Ray cluster: HOST:PORT, as for ray start --address.",
         show_default="a Ray of our own on this machine",
     ),
 ]

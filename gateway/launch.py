@@ -24,6 +24,7 @@ from gateway.chat.tokenizer import ChatTokenizer
 from gateway.drafting import open_drafters
 from gateway.models import find_model
 from gateway.progress import ProgressBoard
+from gateway.ray_address import check_ray
 from gateway.rings import RingSet
 from gateway.rpc.server import serve_grpc
 from gateway.service import GenerationService
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 _FAKE_ROWS = 4096
 # Memory of a GPU that this host cannot ask: taken to be enough.
 _UNKNOWN_BYTES = 2**62
+# What a fake stage keeps of a row, and how many times its lanes' rows when it is not told.
+_FAKE_ROW_BYTES = 16
+_FAKE_STORE_LANES = 8
 # Seconds that a fake stage takes for a frame, so that answers stream as a model's do.
 _FAKE_STEP_S = 0.001
 # The fake model writes printable ASCII: one byte a token, so that its text has the length of its ids.
@@ -108,6 +112,8 @@ def _open_model(settings: ServeSettings, board: ProgressBoard) -> _Model:
         return _fake_model(settings)
     from gateway.chat.tokenizer import load_tokenizer
 
+    if settings.ring is RingKind.RAY and settings.ray_address is not None:
+        check_ray(settings.ray_address)
     folder = find_model(settings.model, board.note)
     name = settings.served_name or folder.name
     config = _ring_config(settings, folder.path, name)
@@ -147,9 +153,16 @@ def _fake_model(settings: ServeSettings) -> _Model:
             step_s=_FAKE_STEP_S,
             model=name,
             language=language,
+            host_rows=_fake_host_rows(settings, max_rows),
         )
 
     return _Model(name, None, tokenizer, make_ring, lambda: None)
+
+
+def _fake_host_rows(settings: ServeSettings, max_rows: int) -> int:
+    if settings.kv_host_bytes is None:
+        return _FAKE_STORE_LANES * settings.lanes * max_rows
+    return settings.kv_host_bytes // _FAKE_ROW_BYTES
 
 
 def _local_rings(settings: ServeSettings, config: RingConfig) -> Callable[[str], Ring]:

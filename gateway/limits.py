@@ -43,9 +43,14 @@ def check_turn(turn: TurnRequest) -> None:
 
 def check_prompt(prompt: Prompt, max_rows: int) -> None:
     """Raises InvalidValue and ContextTooLong."""
+    if isinstance(prompt, ChatPrompt) and not prompt.messages:
+        raise InvalidValue("messages", "is empty")
+    check_size(prompt, max_rows)
+
+
+def check_size(prompt: Prompt, max_rows: int) -> None:
+    """Of a prompt that may be empty. Raises InvalidValue and ContextTooLong."""
     if isinstance(prompt, ChatPrompt):
-        if not prompt.messages:
-            raise InvalidValue("messages", "is empty")
         calls = sum(len(message.tool_calls) for message in prompt.messages)
         check_counts(len(prompt.messages), len(prompt.tools), calls)
     at_least = _letters(prompt) // MAX_CHARS_PER_TOKEN

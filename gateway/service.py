@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from coordinator.clock import Clock
 from coordinator.driver import RingStatus
-from coordinator.errors import DeadlineExceeded, InvalidValue, ModelNotFound
+from coordinator.errors import DeadlineExceeded, InvalidValue, ModelNotFound, QueueFull
+from coordinator.foresight import Wish
+from coordinator.frames import NodeId
 from coordinator.requests import (
     UNLIMITED,
     Finished,
@@ -30,11 +32,12 @@ from coordinator.requests import (
     TokenDelta,
 )
 from coordinator.ring import RingInfo
-from coordinator.router import Router
+from coordinator.router import RingNode, Router
 from coordinator.sessions import History, splice
 from gateway.answer import Answer
 from gateway.chat.tokenizer import ChatTokenizer, RenderedPrompt
-from gateway.limits import check_prompt, check_turn
+from gateway.limits import check_prompt, check_size, check_turn
+from gateway.next_turn import next_wish
 from gateway.open_turns import OpenTurn, OpenTurns
 from gateway.turns import (
     ChatPrompt,
@@ -47,6 +50,7 @@ from gateway.turns import (
     TurnRequest,
     TurnStarted,
 )
+from gateway.why_not import as_sent, excerpt
 from gateway.workers import Workers
 
 # Seeds that we draw survive a client that reads JSON numbers as doubles.
@@ -59,8 +63,17 @@ T = TypeVar("T")
 class _Turn:
     """A turn whose prompt is ids by now."""
 
+    source: Prompt
     prompt: RenderedPrompt
     request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """How many tokens stay from now on, and where."""
+
+    tokens: int
+    rings: tuple[str, ...]
 
 
 class GenerationService:
@@ -116,6 +129,35 @@ class GenerationService:
                 self._check_ids("token_ids", ids)
                 return len(ids)
 
+    def nodes(self, ring: str | None = None) -> Iterator[RingNode]:
+        """What the rings, or the one of that name, keep in host memory. In no order."""
+        return self._router.nodes(ring)
+
+    def drop_node(self, node: NodeId) -> bool:
+        """Drops it, and what goes on from it, on every ring; False when none has it."""
+        return self._router.drop_node(node)
+
+    async def pin_prefix(self, prompt: Prompt, model: str = "") -> PinnedPrefix:
+        """Keeps the rows of what prompts begin with until they are dropped. Raises RequestError and BusyError."""
+        self._check_model(model)
+        check_size(prompt, self.info().max_rows)
+        ids = await self._workers.run(partial(self._prefix, prompt))
+        if not ids:
+            raise InvalidValue("prompt", "has no tokens that all such prompts begin with")
+        return PinnedPrefix(len(ids), self._router.pin(ids))
+
+    def _prefix(self, prompt: Prompt) -> tuple[int, ...]:
+        match prompt:
+            case ChatPrompt((), ()):
+                raise InvalidValue("messages", "is empty")
+            case ChatPrompt(messages, tools, args):
+                return self._tokenizer.prefix(messages, tools, args)
+            case TextPrompt(text):
+                return self._tokenizer.encode_prompt(text)
+            case TokenPrompt(ids):
+                self._check_ids("token_ids", ids)
+                return ids
+
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Runs what would hold the event loop up, where prompts are read as well. Raises QueueFull."""
         return await self._workers.run(work)
@@ -133,7 +175,7 @@ class GenerationService:
                 with self._remembering(job, answer, open_turn):
                     async for event in stream:
                         open_turn.started = True
-                        told = tuple(_told(event, answer, job.request.sampling.seed))
+                        told = tuple(self._told(event, answer, job))
                         if isinstance(event, Finished):
                             last = told  # once it is remembered: the next turn may come at once
                             break
@@ -163,6 +205,7 @@ class GenerationService:
             sampling=self._sampling(turn),
             max_new_tokens=UNLIMITED if turn.max_tokens is None else turn.max_tokens,
             boundaries=prompt.boundaries,
+            anchor=prompt.anchor,
             stop_tokens=self._stop_tokens(turn),
             session=turn.session or None,
             reuse=turn.reuse,
@@ -170,7 +213,7 @@ class GenerationService:
             priority=turn.priority,
             deadline_s=None if turn.timeout_s is None else submitted_s + turn.timeout_s,
         )
-        return _Turn(prompt, request)
+        return _Turn(turn.prompt, prompt, request)
 
     def _check_model(self, model: str) -> None:
         if model not in ("", self.name):
@@ -220,6 +263,32 @@ class GenerationService:
         own = frozenset() if turn.ignore_eos else self._tokenizer.stop_token_ids
         return own | frozenset(turn.stop_token_ids)
 
+    def _told(self, event: JobEvent, answer: Answer, job: _Turn) -> Iterator[TurnEvent]:
+        match event:
+            case Started():
+                yield self._started(event, job)
+            case TokenDelta():
+                yield answer.feed(event)
+            case Finished():
+                if rest := answer.flush():
+                    yield TurnDelta(text=rest)
+                matched = answer.matched
+                reason = event.reason if matched is None else FinishReason.STOP
+                yield TurnFinished(reason, matched, event.usage, event.timings)
+
+    def _started(self, event: Started, job: _Turn) -> TurnStarted:
+        miss = None if event.miss is None else as_sent(event.miss, job.prompt.shift)
+        at = None if miss is None else miss.token_index
+        return TurnStarted(
+            prompt_tokens=event.prompt_tokens,
+            cached_prefix=event.cached_prefix,
+            miss=miss,
+            ring=event.ring,
+            lane=event.lane,
+            seed=job.request.sampling.seed,
+            excerpt=None if at is None else excerpt(self._tokenizer, job.request.prompt, at),
+        )
+
     @contextmanager
     def _remembering(self, job: _Turn, answer: Answer, open_turn: OpenTurn) -> Iterator[None]:
         """However a turn ends that had its lane, its session's next one goes on from the ids that it has by then."""
@@ -236,30 +305,26 @@ class GenerationService:
         ids, text = answer.history()
         history = History(job.prompt.text + text, job.request.prompt + ids)
         self._router.remember(job.request.session, history)
+        self._foresee(job, answer.shown, history)
+
+    def _foresee(self, job: _Turn, said: str, history: History) -> None:
+        """Off the event loop; what cannot be known in time is computed when it is asked for."""
+        session, source = job.request.session, job.source
+        if session is None or not isinstance(source, ChatPrompt):
+            return
+        with suppress(QueueFull):
+            asking = partial(next_wish, self._tokenizer, session, source, said, history)
+            self._workers.run(asking).add_done_callback(self._foreseen)
+
+    def _foreseen(self, asked: asyncio.Future[Wish | None]) -> None:
+        if asked.cancelled() or asked.exception() is not None:
+            return
+        wish = asked.result()
+        if wish is not None:
+            self._router.foresee(wish)
 
 
 def _stopped(done: Finished, answer: Answer) -> TurnFinished:
     """The end at a stop string; the coordinator may have decided on tokens behind it."""
     usage = replace(done.usage, generated_tokens=len(answer.token_ids))
     return TurnFinished(FinishReason.STOP, answer.matched, usage, done.timings)
-
-
-def _told(event: JobEvent, answer: Answer, seed: int) -> Iterator[TurnEvent]:
-    match event:
-        case Started():
-            yield TurnStarted(
-                prompt_tokens=event.prompt_tokens,
-                cached_prefix=event.cached_prefix,
-                miss=event.miss,
-                ring=event.ring,
-                lane=event.lane,
-                seed=seed,
-            )
-        case TokenDelta():
-            yield answer.feed(event)
-        case Finished():
-            if rest := answer.flush():
-                yield TurnDelta(text=rest)
-            matched = answer.matched
-            reason = event.reason if matched is None else FinishReason.STOP
-            yield TurnFinished(reason, matched, event.usage, event.timings)

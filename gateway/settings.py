@@ -88,7 +88,7 @@ class ServeSettings:
     dtype: Dtype = Dtype.AUTO
     numerics: Numerics = Numerics.AUTO
     served_name: str | None = None  # None: the model folder's name
-    ray_address: str | None = None  # None: a Ray of our own on this machine
+    ray_address: str | None = None  # HOST:PORT; None: a Ray of our own on this machine
     spread: bool = False  # a node of the cluster for each stage of a ring
     draft_model: str | None = None  # None: only what stood in the context before is drafted
     # Of each stage, for rows that have left their lanes; None: a quarter of what the host has, shared by its stages.
@@ -112,6 +112,11 @@ class ServeSettings:
             raise InvalidSetting("model", "is empty")
         if self.draft_model is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("draft_model", "a fake ring has no vocabulary to share")
+        if self.ray_address is not None and not _is_ray_address(self.ray_address):
+            raise InvalidSetting(
+                "ray_address",
+                f"must be HOST:PORT as for ray start --address, got {self.ray_address!r}",
+            )
         self._check_store()
 
     def _check_store(self) -> None:
@@ -121,6 +126,13 @@ class ServeSettings:
             raise InvalidSetting("kv_disk_bytes", f"must be at least 1, got {self.kv_disk_bytes}")
         if self.kv_disk is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("kv_disk", "a fake ring has no rows to keep")
+
+
+def _is_ray_address(address: str) -> bool:
+    """Not auto, which may mean a Ray that has ended; nor a client's ray://, a proxy that no frame passes through."""
+    host, _, port = address.rpartition(":")
+    at_a_port = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+    return bool(host) and "/" not in host and at_a_port
 
 
 def _is_loopback(host: str) -> bool:

@@ -60,8 +60,16 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Excerpt:
+    """The request's own text on both sides of a token; `after` begins with the token itself."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """The turn has its lane; prefill begins at `cached_prefix`."""
+    """The turn has its lane; prefill begins at `cached_prefix`. `excerpt`: where the prompt diverged."""
 
     prompt_tokens: int
     cached_prefix: int
@@ -69,6 +77,7 @@ class TurnStarted:
     ring: str
     lane: int
     seed: int
+    excerpt: Excerpt | None = None
 
 
 @dataclass(frozen=True, slots=True)

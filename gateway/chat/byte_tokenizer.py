@@ -82,6 +82,14 @@ class ByteTokenizer:
             messages, tools, template_args or {}, history, with_boundaries=with_boundaries
         )
 
+    def prefix(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_args: Mapping[str, object] | None = None,
+    ) -> tuple[int, ...]:
+        return self._renderer.prefix(messages, tools, template_args or {})
+
 
 def _bytes(text: str) -> bytes:
     try:

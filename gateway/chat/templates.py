@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.errors import InvalidValue
+from coordinator.ledger import common_prefix
 from coordinator.sessions import splice
 from gateway.chat.boundaries import AddedTokens, MessageOpeners
 from gateway.chat.conversation import Abilities, TemplateDict, conversation
+from gateway.chat.heads import Heads, leading
 
 if TYPE_CHECKING:
     from coordinator.sessions import History
@@ -34,6 +36,8 @@ class RenderedPrompt:
     text: str
     token_ids: tuple[int, ...]
     boundaries: tuple[int, ...] = ()
+    anchor: int = 0  # the token index at which tools and system prompt end; 0: there are none
+    shift: int = 0  # how many more messages have boundaries than the client sent: tools may be one
 
 
 class Template(Protocol):
@@ -50,7 +54,7 @@ class Template(Protocol):
 
 
 class ChatRenderer:
-    """One model's template with its tokenizer. Remembers nothing of a turn; thread-safe."""
+    """One model's template with its tokenizer. Remembers nothing of a turn but where its head ends; thread-safe."""
 
     def __init__(
         self, template: Template, encode: Callable[[str], Sequence[int]], added: AddedTokens
@@ -60,6 +64,7 @@ class ChatRenderer:
         self._added = added
         self.abilities = probe(template)
         self._openers = MessageOpeners.learn(self._probed, added)
+        self._heads = Heads(self._closed, encode, added, self._openers.tokens)
 
     def _probed(self, messages: Sequence[TemplateDict], generate: bool) -> str:
         return _guarded(self._template, messages, (), {}, generate=generate)
@@ -86,7 +91,29 @@ class ChatRenderer:
             raise InvalidValue("messages", "the conversation renders to nothing")
         if not with_boundaries:
             return RenderedPrompt(text, ids)
-        return RenderedPrompt(text, ids, self._openers.boundaries(ids, talk.messages, rendered))
+        boundaries = self._openers.boundaries(ids, talk.messages, rendered)
+        anchor = self._heads.anchor(messages, tools, args, text, ids)
+        return RenderedPrompt(text, ids, boundaries, anchor, len(talk.messages) - len(messages))
+
+    def prefix(
+        self, messages: Sequence[Message], tools: Sequence[Tool], args: Mapping[str, object]
+    ) -> tuple[int, ...]:
+        """The ids that conversations begin with that begin with these messages, or with this head alone.
+
+        Raises InvalidValue as render() does.
+        """
+        _check_args(args)
+        if len(leading(messages)) == len(messages):
+            return self._heads.tokens(messages, tools, args)
+        closed = self._encode(self._closed(messages, tools, args))
+        answered = self.render(messages, tools, args, None, with_boundaries=False).token_ids
+        return answered[: common_prefix(closed, answered)]
+
+    def _closed(
+        self, messages: Sequence[Message], tools: Sequence[Tool], args: Mapping[str, object]
+    ) -> str:
+        talk = conversation(messages, tools, self.abilities)
+        return _guarded(self._template, talk.messages, talk.tools, args, generate=False)
 
 
 def _check_args(args: Mapping[str, object]) -> None:

@@ -67,6 +67,15 @@ class ChatTokenizer(Protocol):
         """Raises InvalidValue("messages" | "tools" | "template_args", reason), never anything else."""
         ...
 
+    def prefix(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_args: Mapping[str, object] | None = None,
+    ) -> tuple[int, ...]:
+        """The ids that conversations begin with that begin with these messages. Raises as render() does."""
+        ...
+
 
 def load_tokenizer(model_dir: Path) -> ChatTokenizer:
     """From a local model folder; touches no network. Raises ModelUnusable."""
@@ -180,13 +189,25 @@ class ModelTokenizer:
         *,
         with_boundaries: bool = True,
     ) -> RenderedPrompt:
+        self._need_template()
+        return self._renderer.render(
+            messages, tools, template_args or {}, history, with_boundaries=with_boundaries
+        )
+
+    def prefix(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        template_args: Mapping[str, object] | None = None,
+    ) -> tuple[int, ...]:
+        self._need_template()
+        return self._renderer.prefix(messages, tools, template_args or {})
+
+    def _need_template(self) -> None:
         if not self._tokenizer.chat_template:
             raise InvalidValue(
                 "messages", "this model has no chat template; send the prompt as text"
             )
-        return self._renderer.render(
-            messages, tools, template_args or {}, history, with_boundaries=with_boundaries
-        )
 
     def _apply(
         self,

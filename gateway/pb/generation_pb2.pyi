@@ -173,14 +173,24 @@ class Started(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_prefix: _Optional[int] = ..., miss: _Optional[_Union[Miss, _Mapping]] = ..., ring: _Optional[str] = ..., lane: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Miss(_message.Message):
-    __slots__ = ("reason", "token_index", "message_index")
+    __slots__ = ("reason", "token_index", "message_index", "excerpt")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    EXCERPT_FIELD_NUMBER: _ClassVar[int]
     reason: MissReason
     token_index: int
     message_index: int
-    def __init__(self, reason: _Optional[_Union[MissReason, str]] = ..., token_index: _Optional[int] = ..., message_index: _Optional[int] = ...) -> None: ...
+    excerpt: Excerpt
+    def __init__(self, reason: _Optional[_Union[MissReason, str]] = ..., token_index: _Optional[int] = ..., message_index: _Optional[int] = ..., excerpt: _Optional[_Union[Excerpt, _Mapping]] = ...) -> None: ...
+
+class Excerpt(_message.Message):
+    __slots__ = ("before", "after")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    before: str
+    after: str
+    def __init__(self, before: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("token_ids", "text", "logprobs")
@@ -303,7 +313,7 @@ class ListRingsResponse(_message.Message):
     def __init__(self, rings: _Optional[_Iterable[_Union[RingStatus, _Mapping]]] = ...) -> None: ...
 
 class RingStatus(_message.Message):
-    __slots__ = ("name", "ready", "reason", "epoch", "lanes", "busy_lanes", "waiting_jobs", "running_jobs", "sessions", "counts", "draining")
+    __slots__ = ("name", "ready", "reason", "epoch", "lanes", "busy_lanes", "waiting_jobs", "running_jobs", "sessions", "counts", "draining", "host_rows", "stored_rows", "pinned_rows")
     NAME_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +325,9 @@ class RingStatus(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    HOST_ROWS_FIELD_NUMBER: _ClassVar[int]
+    STORED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_ROWS_FIELD_NUMBER: _ClassVar[int]
     name: str
     ready: bool
     reason: str
@@ -326,10 +339,13 @@ class RingStatus(_message.Message):
     sessions: int
     counts: RingCounts
     draining: bool
-    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., lanes: _Optional[int] = ..., busy_lanes: _Optional[int] = ..., waiting_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ..., sessions: _Optional[int] = ..., counts: _Optional[_Union[RingCounts, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    host_rows: int
+    stored_rows: int
+    pinned_rows: int
+    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., lanes: _Optional[int] = ..., busy_lanes: _Optional[int] = ..., waiting_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ..., sessions: _Optional[int] = ..., counts: _Optional[_Union[RingCounts, _Mapping]] = ..., draining: bool = ..., host_rows: _Optional[int] = ..., stored_rows: _Optional[int] = ..., pinned_rows: _Optional[int] = ...) -> None: ...
 
 class RingCounts(_message.Message):
-    __slots__ = ("frames", "rows", "discarded_frames", "drafted", "accepted", "refusals", "prefilled_rows", "reused_rows", "stage_busy_s")
+    __slots__ = ("frames", "rows", "discarded_frames", "drafted", "accepted", "refusals", "prefilled_rows", "reused_rows", "stage_busy_s", "restored_rows", "ahead_rows", "misses")
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DISCARDED_FRAMES_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +355,9 @@ class RingCounts(_message.Message):
     PREFILLED_ROWS_FIELD_NUMBER: _ClassVar[int]
     REUSED_ROWS_FIELD_NUMBER: _ClassVar[int]
     STAGE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
     frames: int
     rows: int
     discarded_frames: int
@@ -348,7 +367,18 @@ class RingCounts(_message.Message):
     prefilled_rows: int
     reused_rows: int
     stage_busy_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, frames: _Optional[int] = ..., rows: _Optional[int] = ..., discarded_frames: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., refusals: _Optional[int] = ..., prefilled_rows: _Optional[int] = ..., reused_rows: _Optional[int] = ..., stage_busy_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    restored_rows: int
+    ahead_rows: int
+    misses: _containers.RepeatedCompositeFieldContainer[MissCount]
+    def __init__(self, frames: _Optional[int] = ..., rows: _Optional[int] = ..., discarded_frames: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., refusals: _Optional[int] = ..., prefilled_rows: _Optional[int] = ..., reused_rows: _Optional[int] = ..., stage_busy_s: _Optional[_Iterable[float]] = ..., restored_rows: _Optional[int] = ..., ahead_rows: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[MissCount, _Mapping]]] = ...) -> None: ...
+
+class MissCount(_message.Message):
+    __slots__ = ("reason", "turns")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    reason: MissReason
+    turns: int
+    def __init__(self, reason: _Optional[_Union[MissReason, str]] = ..., turns: _Optional[int] = ...) -> None: ...
 
 class AddRingRequest(_message.Message):
     __slots__ = ()
@@ -383,3 +413,69 @@ class CloseSessionResponse(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     closed: bool
     def __init__(self, closed: bool = ...) -> None: ...
+
+class ListNodesRequest(_message.Message):
+    __slots__ = ("ring", "page_size", "page_token")
+    RING_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ring: str
+    page_size: int
+    page_token: str
+    def __init__(self, ring: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListNodesResponse(_message.Message):
+    __slots__ = ("nodes", "next_page_token")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    next_page_token: str
+    def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("ring", "id", "parent_id", "start", "end", "pinned")
+    RING_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    ring: str
+    id: str
+    parent_id: str
+    start: int
+    end: int
+    pinned: bool
+    def __init__(self, ring: _Optional[str] = ..., id: _Optional[str] = ..., parent_id: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., pinned: bool = ...) -> None: ...
+
+class PinPrefixRequest(_message.Message):
+    __slots__ = ("model", "chat", "text", "token_ids")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    chat: Chat
+    text: str
+    token_ids: TokenIds
+    def __init__(self, model: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+
+class PinPrefixResponse(_message.Message):
+    __slots__ = ("tokens", "rings")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RINGS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    rings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tokens: _Optional[int] = ..., rings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DropNodeRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class DropNodeResponse(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    def __init__(self, found: bool = ...) -> None: ...

@@ -69,6 +69,21 @@ class GenerationServiceStub(object):
                 request_serializer=gateway_dot_pb_dot_generation__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=gateway_dot_pb_dot_generation__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.ListNodes = channel.unary_unary(
+                '/ringserve.v1.GenerationService/ListNodes',
+                request_serializer=gateway_dot_pb_dot_generation__pb2.ListNodesRequest.SerializeToString,
+                response_deserializer=gateway_dot_pb_dot_generation__pb2.ListNodesResponse.FromString,
+                _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/ringserve.v1.GenerationService/PinPrefix',
+                request_serializer=gateway_dot_pb_dot_generation__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=gateway_dot_pb_dot_generation__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.DropNode = channel.unary_unary(
+                '/ringserve.v1.GenerationService/DropNode',
+                request_serializer=gateway_dot_pb_dot_generation__pb2.DropNodeRequest.SerializeToString,
+                response_deserializer=gateway_dot_pb_dot_generation__pb2.DropNodeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -124,6 +139,27 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListNodes(self, request, context):
+        """Lists the blocks of rows that the rings keep in host memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinPrefix(self, request, context):
+        """Keeps the rows of a prompt's beginning in host memory until they are dropped, on each ring that holds them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropNode(self, request, context):
+        """Drops a node, and all that go on from it, on every ring.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +197,21 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=gateway_dot_pb_dot_generation__pb2.CloseSessionRequest.FromString,
                     response_serializer=gateway_dot_pb_dot_generation__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'ListNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListNodes,
+                    request_deserializer=gateway_dot_pb_dot_generation__pb2.ListNodesRequest.FromString,
+                    response_serializer=gateway_dot_pb_dot_generation__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=gateway_dot_pb_dot_generation__pb2.PinPrefixRequest.FromString,
+                    response_serializer=gateway_dot_pb_dot_generation__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'DropNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropNode,
+                    request_deserializer=gateway_dot_pb_dot_generation__pb2.DropNodeRequest.FromString,
+                    response_serializer=gateway_dot_pb_dot_generation__pb2.DropNodeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -352,6 +403,87 @@ class GenerationService(object):
             '/ringserve.v1.GenerationService/CloseSession',
             gateway_dot_pb_dot_generation__pb2.CloseSessionRequest.SerializeToString,
             gateway_dot_pb_dot_generation__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.GenerationService/ListNodes',
+            gateway_dot_pb_dot_generation__pb2.ListNodesRequest.SerializeToString,
+            gateway_dot_pb_dot_generation__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.GenerationService/PinPrefix',
+            gateway_dot_pb_dot_generation__pb2.PinPrefixRequest.SerializeToString,
+            gateway_dot_pb_dot_generation__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ringserve.v1.GenerationService/DropNode',
+            gateway_dot_pb_dot_generation__pb2.DropNodeRequest.SerializeToString,
+            gateway_dot_pb_dot_generation__pb2.DropNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,6 +18,7 @@ from gateway.pb import generation_pb2 as pb
 from gateway.rpc.convert import FINISH_REASONS, MISS_REASONS
 from gateway.turns import (
     ChatPrompt,
+    Excerpt,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -47,7 +48,9 @@ def generate_request(turn: TurnRequest, request_id: str = "") -> pb.GenerateRequ
     return message
 
 
-def put_prompt(message: pb.GenerateRequest | pb.CountTokensRequest, prompt: Prompt) -> None:
+def put_prompt(
+    message: pb.GenerateRequest | pb.CountTokensRequest | pb.PinPrefixRequest, prompt: Prompt
+) -> None:
     match prompt:
         case ChatPrompt():
             message.chat.CopyFrom(_chat(prompt))
@@ -123,11 +126,18 @@ def _started(message: pb.Started) -> TurnStarted:
         ring=message.ring,
         lane=message.lane,
         seed=message.seed,
+        excerpt=_excerpt(message.miss) if message.HasField("miss") else None,
     )
 
 
+def _excerpt(message: pb.Miss) -> Excerpt | None:
+    if not message.HasField("excerpt"):
+        return None
+    return Excerpt(message.excerpt.before, message.excerpt.after)
+
+
 def _miss(message: pb.Miss) -> Miss | None:
-    kind = _kind(message.reason)
+    kind = miss_kind(message.reason)
     if kind is None:
         return None
     return Miss(
@@ -137,7 +147,7 @@ def _miss(message: pb.Miss) -> Miss | None:
     )
 
 
-def _kind(reason: pb.MissReason) -> MissKind | None:
+def miss_kind(reason: pb.MissReason) -> MissKind | None:
     return next((kind for kind, number in MISS_REASONS.items() if number == reason), None)
 
 

@@ -14,8 +14,10 @@ from typing import Any
 from coordinator.counts import RingCounts
 from coordinator.driver import RingStatus
 from coordinator.errors import InvalidValue
+from coordinator.frames import DIGEST_BYTES, NodeId
 from coordinator.requests import FinishReason, Miss, MissKind, RowLogprobs, SamplingSpec, SessionId
 from coordinator.ring import RingInfo
+from coordinator.router import RingNode
 from gateway.chat.messages import Message, Tool, ToolCall
 from gateway.limits import (
     LONGEST_TEMPLATE_ARGS,
@@ -29,6 +31,7 @@ from gateway.limits import (
 from gateway.pb import generation_pb2 as pb
 from gateway.turns import (
     ChatPrompt,
+    Excerpt,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -94,8 +97,8 @@ def _optional(message: Any, field: str) -> Any:
     return getattr(message, field) if message.HasField(field) else None
 
 
-def prompt(message: pb.GenerateRequest | pb.CountTokensRequest) -> Prompt:
-    """The prompt of either request. Raises InvalidValue."""
+def prompt(message: pb.GenerateRequest | pb.CountTokensRequest | pb.PinPrefixRequest) -> Prompt:
+    """The prompt of any request. Raises InvalidValue."""
     match message.WhichOneof("prompt"):
         case "chat":
             return _chat(message.chat)
@@ -172,18 +175,20 @@ def _started(event: TurnStarted) -> pb.Started:
     return pb.Started(
         prompt_tokens=event.prompt_tokens,
         cached_prefix=event.cached_prefix,
-        miss=None if event.miss is None else _miss(event.miss),
+        miss=None if event.miss is None else _miss(event.miss, event.excerpt),
         ring=event.ring,
         lane=event.lane,
         seed=event.seed,
     )
 
 
-def _miss(miss: Miss) -> pb.Miss:
+def _miss(miss: Miss, excerpt: Excerpt | None) -> pb.Miss:
+    said = None if excerpt is None else pb.Excerpt(before=excerpt.before, after=excerpt.after)
     return pb.Miss(
         reason=MISS_REASONS[miss.kind],
         token_index=miss.token_index,
         message_index=miss.message_index,
+        excerpt=said,
     )
 
 
@@ -246,6 +251,9 @@ def ring_status(status: RingStatus) -> pb.RingStatus:
         sessions=status.sessions,
         counts=_counts(status.counts),
         draining=status.draining,
+        host_rows=0 if status.info is None else status.info.host_rows,
+        stored_rows=status.stored_rows,
+        pinned_rows=status.pinned_rows,
     )
 
 
@@ -260,4 +268,31 @@ def _counts(counts: RingCounts) -> pb.RingCounts:
         prefilled_rows=counts.prefilled_rows,
         reused_rows=counts.reused_rows,
         stage_busy_s=counts.stage_busy_s,
+        restored_rows=counts.restored_rows,
+        ahead_rows=counts.ahead_rows,
+        misses=(
+            pb.MissCount(reason=MISS_REASONS[kind], turns=turns) for kind, turns in counts.misses
+        ),
     )
+
+
+def node(kept: RingNode) -> pb.Node:
+    return pb.Node(
+        ring=kept.ring,
+        id=kept.node.id.hex(),
+        parent_id=kept.node.parent.hex(),
+        start=kept.node.start,
+        end=kept.node.end,
+        pinned=kept.node.pinned,
+    )
+
+
+def node_id(text: str) -> NodeId:
+    """Raises InvalidValue."""
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        raw = b""
+    if len(raw) != DIGEST_BYTES:
+        raise InvalidValue("id", f"is no node's: they are {2 * DIGEST_BYTES} hexadecimal digits")
+    return NodeId(raw)

@@ -16,7 +16,7 @@ from coordinator.requests import SessionId
 from gateway.pb import generation_pb2 as pb
 from gateway.pb.generation_pb2_grpc import GenerationServiceServicer
 from gateway.rings import RingSet
-from gateway.rpc import convert
+from gateway.rpc import convert, pages
 from gateway.service import GenerationService
 
 T = TypeVar("T")
@@ -78,3 +78,18 @@ class GenerationServicer(GenerationServiceServicer):
             raise InvalidValue("session_id", "is empty")
         closed = self._service.close_session(SessionId(request.session_id))
         return pb.CloseSessionResponse(closed=closed)
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Any) -> pb.ListNodesResponse:
+        after, size = pages.asked(request)
+        page = pages.page(self._service.nodes(request.ring or None), after, size)
+        nodes = (convert.node(kept) for kept in page.nodes)
+        return pb.ListNodesResponse(nodes=nodes, next_page_token=page.next_token)
+
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
+        prompt = await self._converted(request, partial(convert.prompt, request))
+        pinned = await self._service.pin_prefix(prompt, request.model)
+        return pb.PinPrefixResponse(tokens=pinned.tokens, rings=pinned.rings)
+
+    async def DropNode(self, request: pb.DropNodeRequest, context: Any) -> pb.DropNodeResponse:
+        found = self._service.drop_node(convert.node_id(request.id))
+        return pb.DropNodeResponse(found=found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,29 +18,6 @@ from gateway.progress import SilentBoard
 from gateway.settings import RingKind, ServeSettings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def small_model(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-    set_seed(11)
-    folder = tmp_path_factory.mktemp("small")
-    for file in smollm2_dir.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, folder)
-    config = LlamaConfig(
-        vocab_size=json.loads((smollm2_dir / "config.json").read_text())["vocab_size"],
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def _bench(*arguments: str) -> dict[str, object]:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,35 +35,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
 _PROMPT = tuple(range(3, 90))
-
-
-@pytest.fixture(scope="module")
-def second_node(ray_cluster: RayCluster) -> Iterator[None]:
-    """One more node in the session's cluster, for this module only."""
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-    command += ["--address", address, "--num-cpus", "1", "--object-store-memory", "80000000"]
-    node = subprocess.Popen(
-        [*command, "--disable-usage-stats", "--include-log-monitor", "false"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _await_nodes(2, node)
-        yield
-    finally:
-        node.send_signal(signal.SIGTERM)
-        node.wait(timeout=20)
-        _await_nodes(1, None)
-
-
-def _await_nodes(count: int, node: subprocess.Popen[bytes] | None) -> None:
-    import ray
-
-    while sum(each["Alive"] for each in ray.nodes()) != count:
-        assert node is None or node.poll() is None, "the second node did not start"
 
 
 @pytest.fixture(scope="module")

@@ -51,11 +51,14 @@ async def _site(
     start: bool = True,
     drain_s: float = 0.0,
     keepalive_s: float = 30.0,
+    host_rows: int = 0,
 ) -> AsyncIterator[Site]:
     end = None if endless else END
     language = FakeModel(258, low=32, high=127, end_token=end)
     clock = SystemClock()
-    ring = FakeRing(2, 4, MAX_ROWS, vocab_size=258, language=language, step_s=step_s)
+    ring = FakeRing(
+        2, 4, MAX_ROWS, vocab_size=258, language=language, step_s=step_s, host_rows=host_rows
+    )
     driver = RingDriver("ring-0", ring, SchedulerSettings(queue_limit=queue_limit), clock)
     router = Router([driver], session_limit=64)
     service = GenerationService("fake", router, ByteTokenizer(), clock, random.Random(1))

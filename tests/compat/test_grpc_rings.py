@@ -30,6 +30,9 @@ from gateway.settings import RingKind, ServeSettings
 from gateway.turns import TextPrompt, TurnFinished, TurnRequest, TurnStarted
 
 Sites = Callable[..., AbstractAsyncContextManager[Any]]
+IDLE = (
+    "ready, 0 of 4 lanes busy, 0 running, 0 waiting, 0 sessions, 0 of 131072 rows stored (0 pinned)"
+)
 NO_ROOM = ClusterTooSmall(wanted="4 GPU", available="2 GPU")
 
 
@@ -278,7 +281,7 @@ async def test_an_operator_lists_adds_and_drains_on_the_command_line() -> None:
     fake = ServeSettings("fake", RingKind.FAKE)
     async with launch(fake, LineBoard(lambda _: None)) as running:
         for arguments, told in (
-            (("ls",), "ring-0: ready, 0 of 4 lanes busy, 0 running, 0 waiting, 0 sessions\n"),
+            (("ls",), f"ring-0: {IDLE}\n"),
             (("add",), "ring-1\n"),
             (("drain", "ring-0"), "ring-0 is draining, 0 turns to go\n"),
         ):
