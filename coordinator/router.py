@@ -76,7 +76,7 @@ class Router:
         for status in self.rings():
             if status.info is not None:
                 return status.info
-        raise RingUnavailable("every ring is loading")
+        raise self._unavailable()
 
     def rings(self) -> tuple[RingStatus, ...]:
         return tuple(driver.status() for driver in self._drivers.values())

@@ -74,6 +74,13 @@ class Answer:
         """What the client got."""
         return "".join(self._shown)
 
+    @property
+    def is_shown_whole(self) -> bool:
+        """Whether what the client got spells all that was generated, but for the token that ended it."""
+        last = self.token_ids[-1:] if isinstance(self.matched, int) else []
+        said = self.token_ids[: len(self.token_ids) - len(last)]
+        return self._tokenizer.decode(said, skip_special=False) == self.shown
+
     def history(self) -> tuple[tuple[int, ...], str]:
         """The ids that the next turn may go on from, and what they render to, special tokens included.
 

@@ -253,7 +253,7 @@ class GenerationService:
 
     def _sampling(self, turn: TurnRequest) -> SamplingSpec:
         self._check_ids("logit_bias", (token for token, _ in turn.sampling.logit_bias))
-        seed = turn.seed
+        seed = turn.given_seed
         if seed is None:
             seed = self._rng.getrandbits(_DRAWN_SEED_BITS) if turn.sampling.temperature else 0
         return replace(turn.sampling, seed=seed)
@@ -305,7 +305,8 @@ class GenerationService:
         ids, text = answer.history()
         history = History(job.prompt.text + text, job.request.prompt + ids)
         self._router.remember(job.request.session, history)
-        self._foresee(job, answer.shown, history)
+        if answer.is_shown_whole:
+            self._foresee(job, answer.shown, history)
 
     def _foresee(self, job: _Turn, said: str, history: History) -> None:
         """Off the event loop; what cannot be known in time is computed when it is asked for."""

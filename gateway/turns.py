@@ -48,7 +48,7 @@ class TurnRequest:
     model: str = ""  # empty: the one that is served
     session: SessionId | None = None
     sampling: SamplingSpec = field(default_factory=SamplingSpec)
-    seed: int | None = None  # takes the place of sampling.seed; None: drawn when it matters
+    seed: int | None = None  # goes before sampling.seed; neither: drawn when it matters
     max_tokens: int | None = None  # None: what the lane still holds
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -57,6 +57,11 @@ class TurnRequest:
     draft: bool = True
     timeout_s: float | None = None
     priority: int = 0  # a step up is twice the share of the queue
+
+    @property
+    def given_seed(self) -> int | None:
+        """The caller's seed, wherever it was put; None: one is drawn."""
+        return self.seed if self.seed is not None else self.sampling.seed or None
 
 
 @dataclass(frozen=True, slots=True)

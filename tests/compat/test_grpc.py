@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -227,3 +228,16 @@ async def test_count_tokens_and_close_session_refuse_in_the_same_way(site: Sites
         assert await refusal(count(pb.CountTokensRequest())) == BAD_VALUE
         assert (await refusal(count(pb.CountTokensRequest(model="o", text="a"))))[0] == "NOT_FOUND"
         assert await refusal(close(pb.CloseSessionRequest())) == BAD_VALUE
+
+
+async def test_a_seed_counts_wherever_the_caller_put_it(site: Sites) -> None:
+    async with site(endless=True) as it:
+        spec = SamplingSpec(temperature=1.0, seed=5)
+        for turn in (
+            TurnRequest(TextPrompt("Say"), sampling=spec, max_tokens=8),
+            TurnRequest(TextPrompt("Say"), sampling=replace(spec, seed=0), seed=5, max_tokens=8),
+        ):
+            async with it.client.generate(turn) as stream:
+                started = await anext(stream)
+            assert isinstance(started, TurnStarted)
+            assert started.seed == 5
