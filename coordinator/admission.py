@@ -91,8 +91,7 @@ class Admission:
         """The job's lane was refused: start over from what the replica still believes of it."""
         assert job.lane is not None
         # One token is always computed, to go on decoding.
-        shared = self._ledger.usable_prefix(job.lane, job.context[:-1])
-        depth = self._ledger.restore_point(job.lane, shared)
+        depth = self._ledger.restore_point(job.lane, job.context, len(job.context) - 1)
         choice = self._deepen(job, LaneChoice(job.lane, depth))
         if not job.announced and choice.cached_prefix < job.cached_prefix:
             job.miss = Miss(MissKind.RING_LOST)

@@ -71,17 +71,17 @@ class Foresight:
         """What an idle ring may compute now; None when there is nothing. Wishes that came true are forgotten."""
         for wish in tuple(self._wishes.values()):
             lane = self._lanes.lane_of(wish.session)
-            depth = 0 if lane is None else self._depth(lane, wish)
-            if lane is None or self._lanes.is_busy(lane) or depth == len(wish.tokens):
+            if lane is None or self._lanes.is_busy(lane):
+                self.forget(wish.session)
+                continue
+            depth = self._ledger.restore_point(lane, wish.tokens, len(wish.tokens))
+            if depth == len(wish.tokens):
                 self.forget(wish.session)
                 continue
             opening = OpenLane(lane, AHEAD, depth, digest_of(wish.tokens[:depth]))
             tokens = wish.tokens[depth : self._end(wish, depth)]
             return Step(wish, opening, Segment(lane, AHEAD, depth, tokens, SegmentKind.PREFILL))
         return None
-
-    def _depth(self, lane: LaneId, wish: Wish) -> int:
-        return self._ledger.restore_point(lane, self._ledger.usable_prefix(lane, wish.tokens))
 
     def refused(self, lane: LaneId) -> None:
         """Some stage does not hold what we believed. A job that has the lane by now is told by its own opening."""

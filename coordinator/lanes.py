@@ -110,8 +110,7 @@ class LaneTable:
         return [LaneId(lane) for lane in range(len(self._seats))]
 
     def _depth(self, lane: LaneId, prompt: Sequence[int]) -> int:
-        shared = min(self._ledger.usable_prefix(lane, prompt), len(prompt) - 1)
-        return self._ledger.restore_point(lane, shared)
+        return self._ledger.restore_point(lane, prompt, len(prompt) - 1)
 
     def _worth(self, lane: LaneId, session: SessionId | None) -> tuple[bool, bool, int]:
         """The lane with the least worth is overwritten first: empty, then unowned, then oldest."""

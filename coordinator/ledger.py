@@ -124,8 +124,9 @@ class Ledger:
         """How many of the prompt's first tokens lie in the lane's valid rows."""
         return common_prefix(self._lanes[lane].tokens, prompt)
 
-    def restore_point(self, lane: LaneId, rows: int) -> int:
-        """The deepest of the first `rows` valid rows that the lane can go on behind."""
+    def restore_point(self, lane: LaneId, prompt: Sequence[int], most: int) -> int:
+        """How many of the prompt's first `most` tokens the lane can go on behind."""
+        rows = min(self.usable_prefix(lane, prompt), most)
         return rows if rows >= self._lanes[lane].first else 0
 
     def digest(self, lane: LaneId, rows: int) -> bytes:
