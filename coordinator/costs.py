@@ -7,6 +7,7 @@ two orders of magnitude between a CPU core, where a row costs a twelfth of a cal
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection
 
 from coordinator.frames import Frame, Reply, SegmentKind
@@ -16,14 +17,15 @@ from coordinator.jobs import Phase
 DEFAULT_CALL_ROWS = 12.0
 # Bounds for a fit of noisy times.
 _LEAST, _MOST = 1.0, 4096.0
-# A frame's weight falls to a third within 50 frames: depth of context and neighbours change the costs.
-_FORGET = 0.98
-# How much of a new time is believed at once.
-_BLEND = 0.1
-# Variance of the rows, in squares of their mean, from which on a slope is more than noise.
-_LEAST_SPREAD = 0.25
-# Frames before the fit is believed.
-_ENOUGH = 8.0
+# How much of a new time is believed at once: depth of context and neighbours change the costs, and a time alone
+# is off by a third (23 to 47 ms for one and the same step on two busy cores).
+_BLEND = 0.05
+# The same for the shares of a stretch: a prompt's chunks become dearer while it grows, and a stream waits for them.
+_HURRY = 0.1
+# Frames of about one size before their time is believed.
+_ENOUGH = 3
+# Sizes this far apart tell a call's cost from a row's; nearer ones tell their noise.
+_LEAST_SPREAD = 4.0
 
 
 class Costs:
@@ -33,6 +35,7 @@ class Costs:
         self.frames = CostModel()
         self._stretch = StretchModel()
         self._stages = stages
+        self._latest: deque[int] = deque(maxlen=stages)  # rows of the frames that a step waits for
 
     def learn(self, frame: Frame, reply: Reply, phases: Collection[Phase]) -> None:
         """`phases`: what the ring's jobs were doing meanwhile."""
@@ -42,36 +45,56 @@ class Costs:
         if not seconds or reply.refusals or not frame.rows or min(seconds) <= 0.0:
             return
         self.frames.observe(frame.rows, sum(seconds) / len(seconds))
-        prefills = any(segment.kind is SegmentKind.PREFILL for segment in frame.segments)
-        if prefills and Phase.DECODE in phases:
-            self._stretch.observe_beside(frame.rows + self.frames.call_rows, max(seconds))
-        elif not prefills and Phase.PREFILL not in phases:
-            self._stretch.observe_alone(sum(seconds))
+        self._latest.append(frame.rows)
+        kinds = {segment.kind for segment in frame.segments}
+        if SegmentKind.VERIFY not in kinds:
+            return  # nobody waits for it
+        step_s = sum(
+            timing.queue_s + timing.compute_s + timing.transfer_s for timing in reply.timings
+        )
+        if SegmentKind.PREFILL in kinds:
+            self._stretch.observe_beside(step_s / sum(map(self.frames.seconds, self._latest)))
+        elif Phase.PREFILL not in phases:
+            self._stretch.observe_alone(step_s / (self._stages * self.frames.seconds(frame.rows)))
 
     def stretched_rows(self, stretch: float, decoding: int) -> int:
         """The rows that a frame may have for `decoding` jobs to wait no longer than they must."""
         step_rows = math.ceil(decoding / self._stages)
-        return self._stretch.rows(
-            stretch, call_rows=self.frames.call_rows, step_rows=step_rows, stages=self._stages
-        )
+        return self._stretch.rows(stretch, call_rows=self.frames.call_rows, step_rows=step_rows)
+
+
+class _Size:
+    """What frames of about one size took: their mean rows and seconds."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.rows = self.seconds = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.n += 1
+        share = max(1.0 / self.n, _BLEND)
+        self.rows += (rows - self.rows) * share
+        self.seconds += (seconds - self.seconds) * share
+
+    @property
+    def weight(self) -> float:
+        """How many frames its means rest on."""
+        return min(self.n, 1.0 / _BLEND)
 
 
 class CostModel:
-    """A least-squares line through (rows, seconds), with exponential forgetting."""
+    """A line through (rows, seconds), fitted over sizes that double.
+
+    Each size forgets by its own frames only. Were the latest frames all that counts, an hour of one-row steps would
+    leave nothing but their noise to tell a row's cost from.
+    """
 
     def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._sizes: dict[int, _Size] = {}
         self._call_rows = DEFAULT_CALL_ROWS
 
     def observe(self, rows: int, seconds: float) -> None:
-        for name, value in (
-            ("_n", 1.0),
-            ("_x", rows),
-            ("_y", seconds),
-            ("_xx", rows * rows),
-            ("_xy", rows * seconds),
-        ):
-            setattr(self, name, getattr(self, name) * _FORGET + value)
+        self._sizes.setdefault(rows.bit_length(), _Size()).add(rows, seconds)
         self._fit()
 
     @property
@@ -79,51 +102,65 @@ class CostModel:
         """How many rows cost as much as a call without rows."""
         return self._call_rows
 
-    def _fit(self) -> None:
-        """Frames that are all alike tell nothing of the slope: what was known then stands."""
-        spread = self._n * self._xx - self._x * self._x
-        if self._n < _ENOUGH or spread < self._x * self._x * _LEAST_SPREAD:
-            return
-        slope = (self._n * self._xy - self._x * self._y) / spread
-        fixed = (self._y - slope * self._x) / self._n
-        if slope > 0.0 and fixed > 0.0:
-            self._call_rows = min(max(fixed / slope, _LEAST), _MOST)
+    def seconds(self, rows: int) -> float:
+        """What a frame of so many rows takes on a stage; 0 before anything was seen."""
+        return (self._call_rows + rows) * self._row_s
 
     def rows_in(self, seconds: float) -> float:
         """How many more rows a stage could compute in that time."""
-        if self._y <= 0.0:
-            return 0.0
-        row_s = self._y / (self._n * self.call_rows + self._x)
-        return seconds / row_s
+        return seconds / self._row_s if self._row_s > 0.0 else 0.0
+
+    @property
+    def _row_s(self) -> float:
+        sizes = self._sizes.values()
+        units = sum((self._call_rows + size.rows) / size.seconds for size in sizes if size.seconds)
+        return len(sizes) / units if units else 0.0
+
+    def _fit(self) -> None:
+        """Least squares of the relative errors. Frames that are all alike tell nothing of the slope: what was
+        known then stands.
+        """
+        sizes = [size for size in self._sizes.values() if size.n >= _ENOUGH and size.seconds > 0.0]
+        if not sizes:
+            return
+        least, most = min(s.rows for s in sizes), max(s.rows for s in sizes)
+        if most < least * _LEAST_SPREAD:
+            return
+        # fixed * p + slope * q = 1 for each size, where p = 1 / seconds and q = rows / seconds.
+        p = sum(s.weight / s.seconds for s in sizes)
+        q = sum(s.weight * s.rows / s.seconds for s in sizes)
+        pp = sum(s.weight / s.seconds**2 for s in sizes)
+        qq = sum(s.weight * (s.rows / s.seconds) ** 2 for s in sizes)
+        pq = sum(s.weight * s.rows / s.seconds**2 for s in sizes)
+        fixed = p * qq - q * pq
+        slope = q * pp - p * pq
+        if slope > 0.0 and fixed > 0.0:
+            self._call_rows = min(max(fixed / slope, _LEAST), _MOST)
 
 
 class StretchModel:
-    """How long a decoding job's step takes alone and beside prefills, as the stages' own times tell.
+    """How much longer than expected a decoding job's step takes alone, and beside prefills.
 
-    Stages that compute at once slow each other down, so what a frame costs beside others is measured there
-    and not derived from what it costs alone.
+    Stages that compute at once slow each other down, and frames wait for each other, so what a step takes beside
+    others is measured there and not derived from what it takes alone. Both are shares of what the cost model
+    expects of as many frames as there are stages: a model that learns changes neither.
     """
 
     def __init__(self) -> None:
-        self._alone_s: float | None = None  # a step without prefills: one frame through all stages
-        self._rate: float | None = (
-            None  # rows (with the call's) a second, on the slowest stage, beside prefills
-        )
+        self._alone = 1.0
+        self._beside = 1.0
 
-    def observe_alone(self, seconds: float) -> None:
-        self._alone_s = _blend(self._alone_s, seconds)
+    def observe_alone(self, share: float) -> None:
+        """`share`: seconds taken over seconds expected."""
+        self._alone += (share - self._alone) * _HURRY
 
-    def observe_beside(self, rows: float, seconds: float) -> None:
-        self._rate = _blend(self._rate, rows / seconds)
+    def observe_beside(self, share: float) -> None:
+        """The same of a step among prefill chunks."""
+        self._beside += (share - self._beside) * _HURRY
 
-    def rows(self, stretch: float, *, call_rows: float, step_rows: int, stages: int) -> int:
+    def rows(self, stretch: float, *, call_rows: float, step_rows: int) -> int:
         """Rows of one frame so that a step, which is as many frames as stages, takes at most `stretch` times
-        as long as alone. Before anything was measured: by the fixed cost alone.
+        as long as alone.
         """
-        if self._alone_s is None or self._rate is None:
-            return int(stretch * (call_rows + step_rows) - call_rows)
-        return int(stretch * self._alone_s / stages * self._rate - call_rows)
-
-
-def _blend(known: float | None, new: float) -> float:
-    return new if known is None else known + (new - known) * _BLEND
+        allowed = stretch * self._alone / self._beside * (call_rows + step_rows)
+        return int(allowed - call_rows)

@@ -5,15 +5,30 @@ Frames and times are those of the fake network, where a call costs 10 rows: what
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from statistics import median
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.config import SchedulerSettings
-from coordinator.costs import DEFAULT_CALL_ROWS
+from coordinator.costs import DEFAULT_CALL_ROWS, Costs
 from coordinator.events import Action, Emit
-from coordinator.frames import Frame, JobId, SegmentKind
+from coordinator.frames import (
+    Epoch,
+    Frame,
+    JobId,
+    LaneId,
+    Reply,
+    SamplingSpec,
+    Segment,
+    SegmentKind,
+    Seq,
+    StageTiming,
+)
+from coordinator.jobs import Phase
 from coordinator.requests import TokenDelta
 from fakering.model import FakeModel
 from fakering.simulation import PlannedJob, Simulation
@@ -107,7 +122,7 @@ def test_no_frame_beside_a_decoding_job_takes_longer_than_it_may(stretch: float)
     assert rows[int(len(rows) * 0.9)] <= allowed
     assert rows[-1] <= max(allowed, stretch * (DEFAULT_CALL_ROWS + 1) - DEFAULT_CALL_ROWS)
     # And it uses what it has: a prefill is not slower than it must be.
-    assert rows[-1] > allowed - 2
+    assert rows[-1] > 0.9 * allowed - 2
 
 
 def test_a_stretch_of_nothing_still_moves_the_prompt_on() -> None:
@@ -193,3 +208,28 @@ def test_beside_a_decoding_job_a_newcomer_waits_for_the_rest_of_a_chunk(
         exact=exact,
     )
     assert _wait_of(played, OTHER, PROMPT) <= 128
+
+
+@given(st.integers(0, 10**6))
+def test_what_a_frame_may_hold_beside_a_stream_survives_noise(seed: int) -> None:
+    """Whatever was seen before, and in what order: never several times what the stages can bear."""
+    rng = random.Random(seed)
+    costs = Costs(stages=2)
+    allowed = 2.2 * (_CALL_ROWS + 1) - _CALL_ROWS
+    for _ in range(30):
+        phases = rng.choice([{Phase.DECODE}, {Phase.DECODE, Phase.PREFILL}, {Phase.PREFILL}])
+        prefills = Phase.PREFILL in phases
+        kind = SegmentKind.PREFILL if prefills else SegmentKind.VERIFY
+        for _ in range(rng.choice([1, 3, 100])):
+            rows = rng.choice([1, 2, 9, 30, 200] if prefills else [1, 1, 1, 1, 1, 8])
+            costs.learn(*_timed(rows, kind, rng), phases)
+        assert costs.stretched_rows(2.2, 1) <= 2.5 * allowed
+
+
+def _timed(rows: int, kind: SegmentKind, rng: random.Random) -> tuple[Frame, Reply]:
+    """A frame of one segment and its reply, with the noise of two busy cores."""
+    segment = Segment(LaneId(0), JobId(0), 0, (1,) * rows, kind, SamplingSpec())
+    frame = Frame(Epoch(0), Seq(0), (), (segment,))
+    took = [(_CALL_ROWS + rows) * _ROW_S * rng.uniform(0.7, 1.4) for _ in range(2)]
+    timings = tuple(StageTiming(stage, compute_s=s) for stage, s in enumerate(took))
+    return frame, Reply(Epoch(0), Seq(0), timings=timings)
