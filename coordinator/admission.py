@@ -15,8 +15,10 @@ from coordinator.foresight import Wish
 from coordinator.frames import CopyRows, LaneId, LoadNodes, Op, OpenLane, StoreNodes
 from coordinator.jobs import Job
 from coordinator.lanes import LaneChoice, LaneTable
-from coordinator.ledger import Ledger, digest_of
+from coordinator.ledger import Ledger
+from coordinator.memos import MemoSlots
 from coordinator.misses import SessionPasts
+from coordinator.prefixes import digest_of
 from coordinator.requests import Miss, MissKind, Request, SessionId
 from coordinator.retention import Retention
 from coordinator.ring import RingInfo
@@ -34,6 +36,7 @@ class Admission:
         self._retention = retention
         self.lanes = LaneTable(ledger, settings.min_copy_rows)
         self.pasts = SessionPasts(settings.session_limit)
+        self.memos = MemoSlots(ledger.memos, info.memos, info.lanes)
 
     def check(self, request: Request) -> None:
         """Raises what no waiting would change."""
@@ -52,7 +55,8 @@ class Admission:
         if job.request.reuse and self._should_wait(job, running):
             return False
         session = job.request.session
-        choice = self.lanes.choose(job.context, session, reuse=job.request.reuse)
+        reuse, most = job.request.reuse, self._most(job)
+        choice = self.lanes.choose(job.context, session, reuse=reuse, most=most)
         if choice is None:
             return False
         self._rescue(choice, store)
@@ -62,7 +66,8 @@ class Admission:
                 job.request,
                 cached_prefix=choice.cached_prefix,
                 epoch=self._ledger.epoch,
-                held=self._retention.held_in_lanes(job.context),
+                # Rows without a state to go on from: only recurrent layers know such.
+                held=self._retention.held_in_lanes(job.context) if self._info.state_rows else 0,
             )
         self.lanes.take(choice, job.id, session)
         self._retention.taken(choice.lane, job.request.prompt, job.request.anchor)
@@ -90,12 +95,16 @@ class Admission:
     def reopen(self, job: Job) -> None:
         """The job's lane was refused: start over from what the replica still believes of it."""
         assert job.lane is not None
-        # One token is always computed, to go on decoding.
-        depth = self._ledger.restore_point(job.lane, job.context, len(job.context) - 1)
+        depth = self._ledger.restore_point(job.lane, job.context, self._most(job))
         choice = self._deepen(job, LaneChoice(job.lane, depth))
         if not job.announced and choice.cached_prefix < job.cached_prefix:
             job.miss = Miss(MissKind.RING_LOST)
         self._open(job, choice)
+
+    def _most(self, job: Job) -> int:
+        """How many rows may be reused: all but one, whose logits seed decoding, unless those were kept."""
+        known = job.request.reuse and self.memos.recall(job.context) is not None
+        return len(job.context) - (0 if known else 1)
 
     def usable_prefix(self, prompt: Sequence[int]) -> int:
         """The deepest depth of a prompt that a lane or a chain of nodes holds. Changes nothing."""
@@ -112,7 +121,7 @@ class Admission:
         """Chain nodes instead, where they hold enough more of the context than lanes do."""
         if not job.request.reuse:
             return choice
-        match = self._retention.index.match(job.context[:-1])
+        match = self._retention.index.match(job.context[: self._most(job)])
         if match.rows - choice.cached_prefix < self._settings.min_copy_rows:
             return choice
         self._retention.index.use(match.nodes)
@@ -128,9 +137,10 @@ class Admission:
             self.pasts.ended(job.request.session, context, self._ledger.epoch)
 
     def refresh(self, jobs: Iterable[Job]) -> None:
-        """Nodes that a job was to be opened from may be gone before its frame is sent."""
+        """What a job was to be opened from may be gone before its frame is sent."""
         for job in jobs:
-            if self._retention.is_stale(job.ops):
+            forgotten = job.recall is not None and self.memos.recall(job.context) != job.recall
+            if forgotten or self._retention.is_stale(job.ops):
                 self.reopen(job)
 
     def foreseen(self, wish: Wish, lane: LaneId) -> None:
@@ -152,7 +162,8 @@ class Admission:
         elif choice.nodes:
             opening = (self._load(choice, job.context[:depth]), *opening)
         job.restore_points = self._restore_points(job, depth)
-        job.open(depth, opening, self._cuts(job, depth, alone))
+        recall = self.memos.recall(job.context) if depth == len(job.context) else None
+        job.open(depth, opening, self._cuts(job, depth, alone), recall)
 
     def _restore_points(self, job: Job, start: int) -> tuple[int, ...]:
         """Where a later prompt may part from this one: behind the head, before the last message, at the very end."""

@@ -23,10 +23,12 @@ class Anchors:
         self._heads: OrderedDict[NodeId, tuple[NodeId, ...]] = OrderedDict()  # by their last node
         self._by_hand: dict[NodeId, tuple[NodeId, ...]] = {}
 
-    def room_by_hand(self) -> int:
-        """Rows that operators may still pin."""
-        known = {node for nodes in self._by_hand.values() for node in nodes if node in self._index}
-        pinned = sum(self._index.node(node).rows for node in known)
+    def room_by_hand(self, prefix: Sequence[int] = ()) -> int:
+        """How long a prefix operators may still pin; rows of this one that are pinned already cost nothing."""
+        self._forget_lost()
+        known = {node for nodes in self._by_hand.values() for node in nodes}
+        anew = known.difference(self._index.match(prefix).nodes)
+        pinned = sum(self._index.node(node).rows for node in anew)
         return max(0, int(self._index.capacity * _SHARE) - pinned)
 
     def pin(self, prefix: Sequence[int]) -> bool:
@@ -34,7 +36,8 @@ class Anchors:
         nodes = self._nodes_of(prefix)
         if not nodes:
             return False
-        if not self._holds(self._by_hand, nodes[-1]):
+        self._forget_lost()
+        if nodes[-1] not in self._by_hand:
             self._index.pin(nodes)
             self._by_hand[nodes[-1]] = nodes
         return True
@@ -44,7 +47,8 @@ class Anchors:
         nodes = self._nodes_of(head)
         if not nodes:
             return
-        if not self._holds(self._heads, nodes[-1]):
+        self._forget_lost()
+        if nodes[-1] not in self._heads:
             self._index.pin(nodes)
             self._heads[nodes[-1]] = nodes
         self._heads.move_to_end(nodes[-1])
@@ -55,6 +59,14 @@ class Anchors:
         match = self._index.match(prefix)
         return match.nodes if match.rows == len(prefix) else ()
 
-    def _holds(self, pins: dict[NodeId, tuple[NodeId, ...]], last: NodeId) -> bool:
-        """A pin whose nodes were lost meanwhile holds nothing, though they may be there again."""
-        return last in pins and self._index.is_pinned(last)
+    def _forget_lost(self) -> None:
+        """Of a chain whose end is gone the rest stays pinned, once: the end may come back, and be pinned anew."""
+        lost, self._index.lost_pins = self._index.lost_pins, set()
+        holders: tuple[dict[NodeId, tuple[NodeId, ...]], ...] = (self._heads, self._by_hand)
+        for pins in holders if lost else ():
+            for last in [last for last, nodes in pins.items() if not lost.isdisjoint(nodes)]:
+                rest = tuple(node for node in pins.pop(last) if node not in lost)
+                if rest and rest[-1] not in pins:
+                    pins[rest[-1]] = rest
+                else:
+                    self._index.unpin(rest)

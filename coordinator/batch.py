@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from coordinator.config import SchedulerSettings
 from coordinator.costs import Costs
-from coordinator.frames import Epoch, Frame, Op, Segment, Seq, StoreNodes
+from coordinator.frames import Epoch, Frame, Op, Segment, SegmentKind, Seq, StoreNodes
 from coordinator.jobs import Job, Phase
+from coordinator.memos import MemoSlots
 from coordinator.ring import RingInfo
 from coordinator.speculation import plan_speculation
 
@@ -21,8 +23,9 @@ class Batch:
     depend on the cuts; else it is cut to the room that is left.
     """
 
-    def __init__(self, rows: int, *, whole_chunks: bool) -> None:
+    def __init__(self, rows: int, memos: MemoSlots, *, whole_chunks: bool) -> None:
         self.room = rows
+        self._memos = memos
         self.segments: list[Segment] = []
         self._rows = 0
         self.ops: list[Op] = []
@@ -43,7 +46,10 @@ class Batch:
     def add_prefill(self, job: Job, rows: int) -> None:
         """The job's next chunk, cut to `rows` or what room there is."""
         budget = None if self._whole_chunks else min(rows, self.room)
-        self.add(job, job.prefill_segment(budget))
+        segment = job.prefill_segment(budget)
+        if segment.kind is SegmentKind.PREFILL and segment.sampling is not None:
+            segment = replace(segment, memo=self._memos.choose(job.context))
+        self.add(job, segment)
 
     def frame(
         self,
@@ -60,8 +66,11 @@ class Batch:
 
 
 class Filler:
-    def __init__(self, info: RingInfo, settings: SchedulerSettings, costs: Costs) -> None:
+    def __init__(
+        self, info: RingInfo, settings: SchedulerSettings, costs: Costs, memos: MemoSlots
+    ) -> None:
         self._info = info
+        self._memos = memos
         self._settings = settings
         self._costs = costs
 
@@ -70,7 +79,8 @@ class Filler:
 
         One newcomer a frame: its lane is chosen by the replica, which knows only frames that were sent.
         """
-        batch = Batch(self._settings.frame_rows, whole_chunks=not self._info.exact)
+        rows, whole_chunks = self._settings.frame_rows, not self._info.exact
+        batch = Batch(rows, self._memos, whole_chunks=whole_chunks)
         decoding = [job for job in jobs if job.phase is Phase.DECODE]
         self._add_verifies(batch, decoding, len(jobs), now)
         if decoding:

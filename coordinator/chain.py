@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from coordinator.frames import NodeId, NodeSpan
-from coordinator.ledger import common_prefix
 from coordinator.nodes import Node, node_id
+from coordinator.prefixes import common_prefix
 
 # Entries of the heap of leaves below which it is not worth tidying.
 _LEAST_HEAP = 64
@@ -64,10 +64,11 @@ class ChainIndex:
         node_rows: int,
         min_tail_rows: int,
         checkpoints: int | None = None,
+        resumable: Collection[NodeId] = (),
     ) -> None:
         """`stored`: nodes that every stage has from before, parents first. A last block of fewer than
         `min_tail_rows` rows is computed again sooner than it is kept. `checkpoints`: how many there is room for; None:
-        no layer needs any.
+        no layer needs any. `resumable`: stored nodes that have theirs.
         """
         self.capacity = capacity
         self._node_rows = node_rows
@@ -84,13 +85,14 @@ class ChainIndex:
             tuple[int, NodeId]
         ] = []  # a heap; what is no longer true in it is skipped
         self._dropped: list[NodeId] = []
+        self.lost_pins: set[NodeId] = set()  # pinned nodes that are gone; anchors take them out
         self._tick = 0
+        states = frozenset(resumable)
         for node in stored:
-            if node.parent == root or node.parent in self._entries:
-                self._add(node, published=True)
-            else:
-                self._dropped.append(node.id)
+            self._restore(node, node.id in states)
         self._make_room(0, frozenset())
+        if checkpoints is not None:
+            self._limit_checkpoints(checkpoints, frozenset())
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -154,6 +156,10 @@ class ChainIndex:
             return False
         return self._most_checkpoints is None or self._entries[nodes[-1]].resumable
 
+    def resumable(self) -> Iterator[NodeId]:
+        """Nodes that every stage has the recurrent state at the end of."""
+        return (node for node in self._checkpoints if self._entries[node].resumable)
+
     def node(self, node: NodeId) -> Node:
         return self._entries[node].node
 
@@ -206,10 +212,13 @@ class ChainIndex:
         return NodeSpan(node.id, node.parent, node.start, node.end, checkpoint=True)
 
     def _make_checkpoint_room(self, keep: frozenset[NodeId]) -> bool:
-        """The one used longest ago goes; of one conversation's the shallowest, which is pinned if it is its head."""
         if self._most_checkpoints is None:
             return False
-        while len(self._checkpoints) >= self._most_checkpoints:
+        return self._limit_checkpoints(self._most_checkpoints - 1, keep)
+
+    def _limit_checkpoints(self, most: int, keep: frozenset[NodeId]) -> bool:
+        """The one used longest ago goes; of one conversation's the shallowest, which is pinned if it is its head."""
+        while len(self._checkpoints) > most:
             held = (self._entries[node] for node in self._checkpoints)
             free = [entry for entry in held if not entry.pins and entry.published]
             if not free:
@@ -276,6 +285,19 @@ class ChainIndex:
             self._push_leaf(entry)
 
     # Inside
+
+    def _restore(self, node: Node, resumable: bool) -> None:
+        """Takes in a node from before, unless nobody can go on from it."""
+        is_orphan = node.parent != self._root and node.parent not in self._entries
+        is_part = self._most_checkpoints is not None and node.rows < self._node_rows
+        if is_orphan or (is_part and not resumable):
+            self._dropped.append(node.id)
+            return
+        self._add(node, published=True)
+        if self._most_checkpoints is not None and resumable:
+            entry = self._entries[node.id]
+            entry.checkpoint = entry.resumable = True
+            self._checkpoints.add(node.id)
 
     def _missing(self, tokens: Sequence[int], ends: Collection[int]) -> Iterator[Node]:
         parent = self._root
@@ -355,7 +377,9 @@ class ChainIndex:
             parent.children.discard(node)
             self._push_leaf(parent)
         self.rows -= entry.node.rows
-        self.pinned_rows -= entry.node.rows if entry.pins else 0
+        if entry.pins:
+            self.pinned_rows -= entry.node.rows
+            self.lost_pins.add(node)
         self._dropped.append(node)
 
     def _push_leaf(self, entry: _Entry) -> None:

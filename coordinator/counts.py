@@ -24,6 +24,7 @@ class RingCounts:
     reused_rows: int = 0
     stage_busy_s: tuple[float, ...] = ()
     restored_rows: int = 0  # of those reused: brought back from the chain store
+    recalled: int = 0  # prompts whose first token came from a memo, no row being computed
     ahead_rows: int = 0  # computed while nobody waited
     misses: tuple[
         tuple[MissKind, int], ...
@@ -36,7 +37,7 @@ class Counter:
     def __init__(self, stages: int) -> None:
         self._frames = self._rows = self._refusals = self._prefilled = self._reused = 0
         self._discarded = self._drafted = self._accepted = 0
-        self._restored = self._ahead = 0
+        self._restored = self._ahead = self._recalled = 0
         self._misses: Counts[MissKind] = Counts()
         self._busy = [0.0] * stages
 
@@ -59,6 +60,7 @@ class Counter:
         self._prefilled += job.prompt_tokens - job.cached_prefix
         self._reused += job.cached_prefix
         self._restored += job.restored_rows
+        self._recalled += job.cached_prefix == job.prompt_tokens
         if job.miss is not None:
             self._misses[job.miss.kind] += 1
 
@@ -75,6 +77,7 @@ class Counter:
             reused_rows=self._reused,
             stage_busy_s=tuple(self._busy),
             restored_rows=self._restored,
+            recalled=self._recalled,
             ahead_rows=self._ahead,
             misses=tuple(self._misses.items()),
         )

@@ -203,7 +203,7 @@ class RingDriver:
         held = core.retention.held_rows(prefix)
         if held < len(prefix):
             raise InvalidValue("prefix", f"only {held} of its {len(prefix)} tokens are held here")
-        room = core.retention.anchors.room_by_hand()
+        room = core.retention.anchors.room_by_hand(prefix)
         if len(prefix) > room:
             raise InvalidValue("prefix", f"has {len(prefix)} tokens; {room} more can be pinned")
         self._handle(PrefixPinned(prefix, self._clock.now()))

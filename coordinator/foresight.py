@@ -16,7 +16,8 @@ from coordinator.config import SchedulerSettings
 from coordinator.cuts import cut_plan, next_cut
 from coordinator.frames import JobId, LaneId, OpenLane, Segment, SegmentKind
 from coordinator.lanes import LaneTable
-from coordinator.ledger import Ledger, digest_of
+from coordinator.ledger import Ledger
+from coordinator.prefixes import digest_of
 from coordinator.requests import SessionId
 
 # The job of every frame that serves nobody yet: replies to it concern no client.

@@ -20,11 +20,13 @@ Epoch = NewType("Epoch", int)
 Seq = NewType("Seq", int)
 
 # Coordinator and stages may come from different wheels; a ring refuses to start on another number.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 NodeId = NewType("NodeId", bytes)
 
 DIGEST_BYTES = 16  # 128 bits: a clash would need 2**64 prefixes
+
+_MOST_MEMOS = 1 << 16  # slots; a bound for frames that nobody of ours has made
 
 
 def _require(condition: bool, message: str) -> None:
@@ -146,11 +148,15 @@ class StoreNodes:
 class SegmentKind(StrEnum):
     PREFILL = "prefill"  # samples nothing, or the last row only
     VERIFY = "verify"  # [anchor] + drafts: samples every row
+    RECALL = "recall"  # computes nothing: samples from the logits that were kept of the row before `start`
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Writes rows [start, end) of one lane with `tokens`; each row reads the rows up to itself."""
+    """Writes rows [start, end) of one lane with `tokens`; each row reads the rows up to itself.
+
+    `memo` is a slot of the tail: a PREFILL leaves its last row's logits there, a RECALL samples from them.
+    """
 
     lane: LaneId
     job: JobId
@@ -159,17 +165,29 @@ class Segment:
     kind: SegmentKind
     sampling: SamplingSpec | None = None  # None on a PREFILL: samples nothing
     prompt_tokens: int = 0  # rows from here on hold generated tokens; penalties tell them apart
+    memo: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.lane >= 0, "lane is negative")
         _require(self.start >= 0, "start is negative")
-        _require(len(self.tokens) > 0, "segment is empty")
-        _require(min(self.tokens) >= 0, "token id is negative")
-        _require(max(self.tokens) < 1 << 31, "token id is too large")
+        _require(min(self.tokens, default=0) >= 0, "token id is negative")
+        _require(max(self.tokens, default=0) < 1 << 31, "token id is too large")
         _require(
             self.sampling is not None or self.kind is SegmentKind.PREFILL,
-            "a VERIFY segment needs a sampling spec",
+            "a segment that samples needs a sampling spec",
         )
+        self._require_memo()
+
+    def _require_memo(self) -> None:
+        if self.kind is SegmentKind.RECALL:
+            _require(not self.tokens, "a RECALL segment computes no row")
+            _require(self.start > 0 and self.memo is not None, "a RECALL segment of nothing")
+        else:
+            _require(len(self.tokens) > 0, "segment is empty")
+        if self.memo is not None:
+            _require(0 <= self.memo < _MOST_MEMOS, "no such memo slot")
+            _require(self.sampling is not None, "a segment without logits names a memo slot")
+            _require(self.kind is not SegmentKind.VERIFY, "a VERIFY segment names a memo slot")
 
     @property
     def width(self) -> int:
@@ -184,6 +202,8 @@ class Segment:
         """The rows, by their number in the lane, at which a token is sampled."""
         if self.sampling is None:
             return range(self.end, self.end)
+        if self.kind is SegmentKind.RECALL:
+            return range(self.start - 1, self.start)
         first = self.start if self.kind is SegmentKind.VERIFY else self.end - 1
         return range(first, self.end)
 

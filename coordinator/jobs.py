@@ -14,7 +14,7 @@ from coordinator.acceptance import Acceptance, accept
 from coordinator.cuts import next_cut
 from coordinator.drafters import Drafter
 from coordinator.frames import JobId, LaneId, LoadNodes, Op, Segment, SegmentKind, SegmentReply, Seq
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from coordinator.requests import (
     FinishReason,
     Miss,
@@ -49,6 +49,9 @@ class Job:
     restored_rows: int = 0  # of the cached prefix: loaded from chain nodes
     miss: Miss | None = None
     cursor: int = 0
+    recall: int | None = (
+        None  # the memo slot that the first token is sampled from, nothing being computed
+    )
     cuts: tuple[int, ...] = ()
     restore_points: tuple[
         int, ...
@@ -91,10 +94,17 @@ class Job:
         wanted = self.request.max_new_tokens - self.generated
         return min(wanted, self.max_rows - len(self.context))
 
-    def open(self, cached_prefix: int, ops: tuple[Op, ...], cuts: tuple[int, ...]) -> None:
+    def open(
+        self,
+        cached_prefix: int,
+        ops: tuple[Op, ...],
+        cuts: tuple[int, ...],
+        recall: int | None = None,
+    ) -> None:
         """Starts from `cached_prefix`; tokens generated so far are prefilled like the prompt."""
         self.phase = Phase.PREFILL
         self.cursor = cached_prefix
+        self.recall = recall
         if not self.announced:
             self.cached_prefix = cached_prefix
             loads = [op for op in ops if isinstance(op, LoadNodes)]
@@ -132,10 +142,13 @@ class Job:
 
     @property
     def wants_prefill(self) -> bool:
-        return self.phase is Phase.PREFILL and self.cursor < len(self.context)
+        unsent = self.cursor < len(self.context) or self.recall is not None
+        return self.phase is Phase.PREFILL and unsent
 
     def prefill_segment(self, row_budget: int | None) -> Segment:
         """The next chunk, cut short to the budget if there is one. The last one's last row seeds decoding."""
+        if self.recall is not None:
+            return self._segment(self.cursor, (), SegmentKind.RECALL, True)
         end = next_cut(self.cuts, self.cursor)
         if row_budget is not None:
             end = min(end, self.cursor + row_budget)
@@ -182,9 +195,9 @@ class Job:
     ) -> Segment:
         assert self.lane is not None
         sampling = self.request.sampling if samples else None
-        return Segment(
-            self.lane, self.id, self.cursor, tuple(tokens), kind, sampling, self.prompt_tokens
-        )
+        memo = self.recall if kind is SegmentKind.RECALL else None
+        place = (self.lane, self.id, self.cursor)
+        return Segment(*place, tuple(tokens), kind, sampling, self.prompt_tokens, memo)
 
     def sent(self, segment: Segment, seq: Seq) -> None:
         if self.ops:
@@ -196,7 +209,7 @@ class Job:
             if not drafts:
                 self.drafts_right.rest()
         else:
-            self.served = seq
+            self.served, self.recall = seq, None
         self.in_flight += 1
         self.cursor = segment.end
 

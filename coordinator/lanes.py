@@ -61,19 +61,22 @@ class LaneTable:
 
     def usable_prefix(self, prompt: Sequence[int]) -> int:
         """The deepest depth that a lane holds; at least one token is always computed."""
-        return max(self._depth(lane, prompt) for lane in self._all())
+        most = len(prompt) - 1
+        return max(self._ledger.restore_point(lane, prompt, most) for lane in self._all())
 
     def choose(
-        self, prompt: Sequence[int], session: SessionId | None, *, reuse: bool
+        self, prompt: Sequence[int], session: SessionId | None, *, reuse: bool, most: int
     ) -> LaneChoice | None:
-        """None while every lane has a running job. Changes nothing: `take` does."""
+        """None while every lane has a running job. `most`: how many rows may be reused. Changes nothing: `take`
+        does.
+        """
         idle = [lane for lane in self._all() if self._seats[lane].job is None]
         if not idle:
             return None
         victim = min(idle, key=lambda lane: self._worth(lane, session))
         if not reuse:
             return LaneChoice(victim, 0)
-        depths = {lane: self._depth(lane, prompt) for lane in self._all()}
+        depths = {lane: self._ledger.restore_point(lane, prompt, most) for lane in self._all()}
         donor = max(self._all(), key=lambda lane: (depths[lane], lane in idle))
         own = self.lane_of(session) if session is not None else None
         if own in idle and depths[own] + self._min_copy_rows > depths[donor]:
@@ -108,9 +111,6 @@ class LaneTable:
 
     def _all(self) -> list[LaneId]:
         return [LaneId(lane) for lane in range(len(self._seats))]
-
-    def _depth(self, lane: LaneId, prompt: Sequence[int]) -> int:
-        return self._ledger.restore_point(lane, prompt, len(prompt) - 1)
 
     def _worth(self, lane: LaneId, session: SessionId | None) -> tuple[bool, bool, int]:
         """The lane with the least worth is overwritten first: empty, then unowned, then oldest."""

@@ -9,14 +9,12 @@ refused until its next OpenLane.
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.frames import (
-    DIGEST_BYTES,
     CopyRows,
     DropNodes,
     Epoch,
@@ -29,32 +27,13 @@ from coordinator.frames import (
     Refusal,
     RefusalCode,
     Segment,
+    SegmentKind,
     Seq,
     StoreNodes,
 )
+from coordinator.memos import MemoTable
 from coordinator.nodes import NodeTable
-
-_BLOCK = 1024  # tokens compared at once; any size gives the same answer
-
-
-def digest_of(tokens: Sequence[int]) -> bytes:
-    """The digest of a prefix of token ids, as OpenLane claims it."""
-    raw = array("i", tokens).tobytes()
-    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).digest()
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading token ids two sequences share."""
-    shorter = min(len(left), len(right))
-    start = 0
-    while start < shorter:
-        stop = min(start + _BLOCK, shorter)
-        if array("i", left[start:stop]) != array("i", right[start:stop]):
-            break
-        start = stop
-    while start < shorter and left[start] == right[start]:
-        start += 1
-    return start
+from coordinator.prefixes import common_prefix, digest_of
 
 
 class Standing(Enum):
@@ -103,6 +82,7 @@ class Ledger:
         self.max_rows = max_rows
         self.state_rows = state_rows
         self.nodes = NodeTable()
+        self.memos = MemoTable()
         self._stage = stage
         self._lanes = [_Lane() for _ in range(lanes)]
         self.epoch = epoch
@@ -142,6 +122,7 @@ class Ledger:
         self.epoch = epoch
         self.next_seq = Seq(0)
         self._lanes = [_Lane() for _ in self._lanes]
+        self.memos.clear()
 
     def truncate(self, lane: LaneId, rows: int) -> None:
         """Makes rows from `rows` on void: what a replica learns from others' refusals or from a
@@ -303,6 +284,7 @@ class Ledger:
             or self._gap_guard(segment.lane, segment.start)
             or self._state_guard(segment.lane, segment.lane, segment.start)
             or self._row_limit_guard(segment)
+            or self._memo_guard(segment)
         )
         lane = self._lanes[segment.lane]
         if refusal is not None:
@@ -312,6 +294,8 @@ class Ledger:
         lane.tokens.extend(segment.tokens)
         if self.state_rows:
             lane.first = max(min(lane.first, segment.start), segment.end - self.state_rows)
+        if segment.memo is not None and segment.kind is SegmentKind.PREFILL:
+            self.memos.keep(segment.memo, lane.tokens)
         return None
 
     # The guards. Each is one method, so that a test can take one away and see the suite fail.
@@ -384,6 +368,14 @@ class Ledger:
             return None
         detail = f"the first {op.cached_prefix} rows hold other tokens than claimed"
         return self._refuse(RefusalCode.KV_CONTENT, op.lane, detail)
+
+    def _memo_guard(self, segment: Segment) -> Refusal | None:
+        if segment.kind is not SegmentKind.RECALL or segment.memo is None:
+            return None
+        if self.memos.holds(segment.memo, self._lanes[segment.lane].tokens[: segment.start]):
+            return None
+        detail = f"the logits of row {segment.start - 1} are not in slot {segment.memo}"
+        return self._refuse(RefusalCode.KV_GAP, segment.lane, detail)
 
     def _row_limit_guard(self, segment: Segment) -> Refusal | None:
         if segment.end <= self.max_rows:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.frames import Epoch
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from coordinator.requests import Miss, MissKind, Request, SessionId
 
 # Of all sessions together, 4 bytes each: 128 MB.

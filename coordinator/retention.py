@@ -58,9 +58,11 @@ class Retention:
             node_rows=settings.node_rows,
             min_tail_rows=settings.min_copy_rows,
             checkpoints=info.checkpoints if info.state_rows else None,
+            resumable=info.resumable,
         )
         for node in self.index.nodes():
             ledger.nodes.add(node)
+        ledger.nodes.checkpoints.update(self.index.resumable())
         self.anchors = Anchors(self.index)
         self._tickets: dict[Seq, list[_Ticket]] = {}
         self._heads: dict[LaneId, int] = {}  # where the head of a lane's last job ends

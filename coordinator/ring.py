@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.frames import Epoch, Frame, Reply
+from coordinator.frames import Epoch, Frame, NodeId, Reply
 from coordinator.nodes import Node
 
 
@@ -34,7 +34,9 @@ class RingInfo:
     state_rows: int = (
         0  # rows that recurrent layers can go back without a checkpoint; 0: it has none
     )
+    memos: int = 0  # prompts whose last row's logits the tail has room for
     checkpoints: int = 0  # recurrent states that every stage's host store has room for
+    resumable: tuple[NodeId, ...] = ()  # of `stored`: with a checkpoint on every stage
     lends_cores: bool = (
         False  # a frame that is alone in the ring is computed by more cores than a stage's own
     )

@@ -95,7 +95,7 @@ class Scheduler:
         self._barren_epochs = 0
         self._costs = Costs(info.stages)
         self._foresight = Foresight(self.ledger, self.lanes, settings)
-        self._filler = Filler(info, settings, self._costs)
+        self._filler = Filler(info, settings, self._costs, self._admission.memos)
         self._counter = Counter(info.stages)
         self._story: deque[str] = deque(maxlen=_STORY_EVENTS)
         self._actions: list[Action] = []
@@ -244,6 +244,8 @@ class Scheduler:
     ) -> None:
         refusal = _refusal_of(segment.lane, reply)
         if refusal is not None:
+            if segment.memo is not None:
+                self.ledger.memos.drop(segment.memo)
             self._refused(job, refusal, reply)
             return
         if answer is None or len(answer.tokens) != len(segment.sampled_rows):

@@ -24,7 +24,8 @@ from coordinator.frames import (
     SegmentReply,
     Seq,
 )
-from coordinator.ledger import Ledger, digest_of
+from coordinator.ledger import Ledger
+from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY, SamplingSpec
 from coordinator.ring import Ring, RingInfo
 

@@ -120,6 +120,10 @@ class FakeRing:
             self._timer = None
 
 
+# Few more than the coordinator needs, so that simulations see slots overwritten.
+_SPARE_MEMOS = 2
+
+
 def describe(name: str, language: FakeModel, stages: int, lanes: int, max_rows: int) -> RingInfo:
     """What a ring of fake stages says of itself."""
     return RingInfo(
@@ -135,4 +139,5 @@ def describe(name: str, language: FakeModel, stages: int, lanes: int, max_rows: 
         devices=("fake",) * stages,
         # Nothing computes here, but the coordinator's lone frames are to be met in simulations too.
         lends_cores=True,
+        memos=lanes + _SPARE_MEMOS,
     )

@@ -55,12 +55,15 @@ class SimulationFailed(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A turn to play. With `follows`, its prompt is that job's prompt and answer, then `prompt`."""
+    """A turn to play. With `follows`, its prompt is that job's prompt and answer, then `prompt`; with `again`,
+    just that job's prompt.
+    """
 
     at_s: float
     prompt: tuple[int, ...]
     session: str | None = None
     follows: int | None = None
+    again: bool = False
     max_new_tokens: int = 12
     seed: int | None = None  # None: greedy
     draft: bool = True
@@ -207,7 +210,9 @@ class Simulation:
             ):  # a client sends its next turn when the last one has ended
                 self._later(self.now + 0.05, planned, job)
                 return
-            before = (*earlier.request.prompt, *earlier.tokens)
+            before = earlier.request.prompt
+            if not planned.again:
+                before = (*before, *earlier.tokens)
         request = self._request(planned, before)
         self.jobs[job] = PlayedJob(request, self._oracle(request))
         try:
@@ -322,6 +327,8 @@ class Simulation:
                 self._require(ours == theirs, f"replicas differ in lane {lane}")
         nodes = set(replica.nodes.ids())
         for stage in self.network.stages:
+            known = stage.ledger.memos.known
+            self._require(replica.memos.known == known, "replicas know other memos")
             self._require(nodes == set(stage.ledger.nodes.ids()), "replicas know other nodes")
             self._require(nodes == stage.kept.keys(), "a stage keeps other rows than nodes")
 
@@ -335,19 +342,22 @@ def random_plan(seed: int, jobs: int, vocab_size: int, *, head: int = 20) -> tup
     cancellations.
     """
     dice = random.Random(seed)
+    resends = random.Random(f"resends/{seed}")
     shared = tuple(dice.randrange(vocab_size) for _ in range(head))
     plan: list[PlannedJob] = []
     for index in range(jobs):
         follows = dice.randrange(index) if index and dice.random() < 0.5 else None
         fresh = tuple(dice.randrange(vocab_size) for _ in range(dice.randint(1, 12)))
         begins = shared[: dice.randint(0, head)] if follows is None else ()
+        again = follows is not None and resends.random() < 0.3
         session = plan[follows].session if follows is not None else f"s{index}"
         plan.append(
             PlannedJob(
                 at_s=dice.uniform(0.0, 1.0),
-                prompt=(*begins, *fresh),
+                prompt=() if again else (*begins, *fresh),
                 session=session if dice.random() < 0.8 else None,
                 follows=follows,
+                again=again,
                 max_new_tokens=dice.randint(1, 14),
                 seed=dice.choice((None, None, dice.randrange(1 << 32))),
                 draft=dice.random() < 0.8,

@@ -26,6 +26,7 @@ from coordinator.frames import (
     RefusalCode,
     Reply,
     Segment,
+    SegmentKind,
     SegmentReply,
     StageTiming,
     lanes_of,
@@ -78,6 +79,7 @@ class FakeStage:
         self.ledger = Ledger(lanes, max_rows, stage=index, state_rows=state_rows)
         self.rows = Rows(lanes, max_rows, state_rows)
         self.kept: dict[NodeId, KeptRows] = {}
+        self._memos: dict[int, int] = {}  # the tail's: what it made of a prompt's last row
         self._model = model
         self._host_rows = host_rows
 
@@ -185,7 +187,7 @@ class FakeStage:
             return SegmentReply(segment.lane, segment.job, segment.start)
         tokens, logprobs = [], []
         for row in segment.sampled_rows:
-            activation = int(made[row - segment.start])
+            activation = self._activation(segment, made, row)
             history = self.rows.history(segment.lane, row)
             tokens.append(self._model.choose(activation, history, spec))
             if spec.logprobs is not None:
@@ -193,6 +195,16 @@ class FakeStage:
         return SegmentReply(
             segment.lane, segment.job, segment.start, tuple(tokens), tuple(logprobs)
         )
+
+    def _activation(self, segment: Segment, made: Hashes, row: int) -> int:
+        """From a memo, or made now, and left as one where the segment says so."""
+        if segment.kind is SegmentKind.RECALL:
+            assert segment.memo is not None
+            return self._memos[segment.memo]
+        activation = int(made[row - segment.start])
+        if segment.memo is not None:
+            self._memos[segment.memo] = activation
+        return activation
 
     def _least(self, parcel: Parcel) -> tuple[LaneRows, ...]:
         before = {known.lane: known.valid_rows for known in parcel.lanes}
@@ -210,10 +222,10 @@ class FakeStage:
                 RefusalCode.BAD_FRAME,
                 self.index,
                 segment.lane,
-                f"token id {max(segment.tokens)} of a vocabulary of {self._model.vocab_size}",
+                f"token id {max(segment.tokens, default=0)} of a vocabulary of {self._model.vocab_size}",
             )
             for segment in frame.segments
-            if max(segment.tokens) >= self._model.vocab_size
+            if max(segment.tokens, default=0) >= self._model.vocab_size
         )
 
     def _suffer(self, frame: Frame, faults: Sequence[StageFault]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from coordinator.errors import InvalidValue
 from coordinator.foresight import Wish
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from coordinator.requests import SessionId
 from coordinator.sessions import History
 from gateway.chat.messages import Message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +11,7 @@ from rich.table import Table
 from gateway.launch import plan_model
 from gateway.progress import LineBoard
 from gateway.settings import ServeSettings
-from stage.plan import ROW_STEP, Plan, format_bytes
+from stage.plan import ROW_STEP, Plan, StagePlan, format_bytes
 
 
 def show_plan(settings: ServeSettings) -> None:
@@ -23,7 +25,8 @@ def show_plan(settings: ServeSettings) -> None:
         f"rows that fit in each of {plan.lanes} lanes: {_limited(plan.rows_that_fit, plan)}\n"
         f"largest context, in one lane: {_limited(plan.largest_context, plan)}\n"
         "memory: what is free now, of each GPU or else of this host, split between its stages\n"
-        f"KV: in blocks of {ROW_STEP} rows",
+        f"KV: in blocks of {ROW_STEP} rows\n"
+        f"store: --kv-host-bytes {2**30} of each stage holds {plan.store_rows_per_gib} rows",
         highlight=False,
         soft_wrap=True,
     )
@@ -38,16 +41,31 @@ def _limited(rows: int, plan: Plan) -> str:
 def _table(plan: Plan) -> Table:
     title = f"{plan.model}, {plan.dtype}, {plan.lanes} lanes x {plan.max_rows} rows"
     table = Table(title=title, box=SIMPLE_HEAD)
-    for name in ("stage", "layers", "weights", "KV", "workspace", "memory", "left"):
+    columns = list(zip(*(_amounts(stage) for stage in plan.stages), strict=True))
+    # A column of nothing would cost the width of another: most models have no recurrent layers.
+    shown = [
+        column for column in columns if column[0].name != "states" or any(c.bytes for c in column)
+    ]
+    for name in ("stage", "layers", *(column[0].name for column in shown)):
         table.add_column(name, justify="right", no_wrap=True)
     for stage in plan.stages:
-        amounts = (
-            stage.weight_bytes,
-            stage.kv_bytes_per_lane * stage.lanes,
-            stage.workspace_bytes,
-            stage.memory_bytes,
-            stage.free_bytes,
-        )
         layers = f"{stage.first} to {stage.last - 1}"
-        table.add_row(str(stage.index), layers, *(format_bytes(amount) for amount in amounts))
+        row = (format_bytes(column[stage.index].bytes) for column in shown)
+        table.add_row(str(stage.index), layers, *row)
     return table
+
+
+class _Amount(NamedTuple):
+    name: str
+    bytes: int
+
+
+def _amounts(stage: StagePlan) -> tuple[_Amount, ...]:
+    return (
+        _Amount("weights", stage.weight_bytes),
+        _Amount("KV", stage.kv_bytes_per_lane * stage.lanes),
+        _Amount("states", stage.state_bytes_per_lane * stage.lanes),
+        _Amount("workspace", stage.workspace_bytes),
+        _Amount("memory", stage.memory_bytes),
+        _Amount("left", stage.free_bytes),
+    )

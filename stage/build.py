@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from coordinator.errors import ModelDoesNotFit, ModelUnusable, NumericsNotExact
-from coordinator.frames import PROTOCOL_VERSION
+from coordinator.frames import PROTOCOL_VERSION, NodeId
 from coordinator.nodes import Node, root_of
 from coordinator.ring import RingInfo, StageProgress
 from stage.attention import Numerics, RowSegment
@@ -54,6 +54,8 @@ class StageReport:
     stored: tuple[Node, ...] = ()  # what lies on its disk from before
     recurrent: bool = False  # some of its layers keep a state
     checkpoints: int = 0  # of which its store has room for so many
+    resumable: tuple[NodeId, ...] = ()  # nodes on its disk with the state at their end
+    memos: int = 0  # prompts whose last logits it has room for; only the tail has any
 
 
 def build_stage(
@@ -74,7 +76,7 @@ def build_stage(
             if not (exact and probe_cores(model, cores)):
                 cores = Cores(cores.shared, cores.shared)
     identity = fingerprint(config.model_dir)
-    store, checkpoints = open_stores(config, model, identity, stages_here)
+    store, checkpoints, memos = open_stores(config, model, identity, stages_here)
     note.say("ready")
     report = StageReport(
         protocol_version=PROTOCOL_VERSION,
@@ -89,9 +91,11 @@ def build_stage(
         stored=store.on_disk(),
         recurrent=model.states.layers > 0,
         checkpoints=checkpoints.capacity,
+        resumable=checkpoints.on_disk(),
+        memos=memos.slots,
     )
     log.info("ready stage=%d layers=%d-%d numerics=%s", index, *config.splits[index], words)
-    return Stage(index, model, cores, store, checkpoints), report
+    return Stage(index, model, cores, store, checkpoints, memos), report
 
 
 @contextmanager
@@ -130,6 +134,7 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
     if config.splits[-1][1] != head.layers:
         raise ModelUnusable(f"the stages hold {config.splits[-1][1]} of {head.layers} layers")
     recurrent = any(report.recurrent for report in reports)
+    stored = _held_by_all(reports)
     # The stage with the worst verdict speaks for the ring.
     numerics = min(reports, key=lambda report: report.exact).numerics
     return RingInfo(
@@ -144,10 +149,11 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
         exact=all(report.exact for report in reports),
         devices=tuple(report.device for report in reports),
         host_rows=min(report.host_rows for report in reports),
-        # Checkpoints lie in memory only: without them, nodes from before are worth nothing.
-        stored=() if recurrent else _held_by_all(reports),
+        stored=stored,
+        resumable=_resumable(reports, stored),
         state_rows=STATE_ROWS if recurrent else 0,
         checkpoints=min(report.checkpoints for report in reports) if recurrent else 0,
+        memos=reports[-1].memos,
         lends_cores=any(report.lends_cores for report in reports),
     )
 
@@ -162,6 +168,12 @@ def _held_by_all(reports: Sequence[StageReport]) -> tuple[Node, ...]:
             ends[node.id] = node.end
             held.append(node)
     return tuple(held)
+
+
+def _resumable(reports: Sequence[StageReport], stored: Sequence[Node]) -> tuple[NodeId, ...]:
+    """Of nodes that every stage has, those that every stage with recurrent layers can go on from."""
+    held = [frozenset(report.resumable) for report in reports if report.recurrent]
+    return tuple(node.id for node in stored if held and all(node.id in ids for ids in held))
 
 
 class _Notes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 
 # A job waits at most for one call of catching up before its own thought begins: a call that took longer than this
 # makes the next one smaller. About a decode step of a large model.

@@ -37,6 +37,7 @@ class FrameOps:
         self._checkpoints = checkpoints
         for node in store.on_disk():
             ledger.nodes.add(node)
+        ledger.nodes.checkpoints.update(checkpoints.held(ledger.nodes.ids()))
 
     def prepare(self, frame: Frame) -> tuple[NodeId, ...]:
         """Gets hold of what the frame loads, before the ledger applies it. Returns the nodes that are no longer
@@ -45,11 +46,13 @@ class FrameOps:
         if (frame.epoch, frame.seq) != (self._ledger.epoch, self._ledger.next_seq):
             return ()  # nothing of it will be applied
         lost = [id_ for id_ in self._store.take_gone() if id_ in self._ledger.nodes]
+        # Not lost yet: that would cost all that hangs on the node, which may never be loaded from this very end.
+        self._ledger.nodes.checkpoints.difference_update(self._checkpoints.take_gone())
         for op in frame.ops:
             if isinstance(op, LoadNodes):
                 known = [id_ for id_ in op.nodes if id_ in self._ledger.nodes]
                 lost += self._store.fetch(known)
-                if self._ledger.state_rows and self._checkpoints.missing(op.nodes[-1]):
+                if self._ledger.state_rows and not self._checkpoints.fetch(op.nodes[-1]):
                     lost.append(op.nodes[-1])
         self._ledger.nodes.drop(lost)
         return tuple(lost)
@@ -73,6 +76,7 @@ class FrameOps:
                 if op.cached_prefix == 0:
                     self._states.clear(op.lane)
         self._store.release()
+        self._checkpoints.release()
 
     def _load(self, op: LoadNodes) -> None:
         self._store.load(op.lane, op.start, op.end, op.nodes)
@@ -99,10 +103,8 @@ class FrameOps:
         new = set(self._store.missing(span.node for span in op.spans))
         nodes = [self._ledger.nodes[span.node] for span in op.spans if span.node in new]
         lost = list(self._store.store(op.lane, nodes))
-        marked = (span for span in op.spans if span.checkpoint)
-        lost.extend(
-            span.node for span in marked if not self._checkpoints.save(op.lane, span.end, span.node)
-        )
+        marked = [self._ledger.nodes[span.node] for span in op.spans if span.checkpoint]
+        lost.extend(node.id for node in marked if not self._checkpoints.save(op.lane, node))
         return lost
 
     def unknown(self, frame: Frame) -> Iterator[NodeId]:

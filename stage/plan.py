@@ -82,6 +82,12 @@ class Plan:
         return (0, *(stage.last for stage in self.stages))
 
     @property
+    def store_rows_per_gib(self) -> int:
+        """Rows that a GiB of every stage's host store holds; 0 for a model without KV."""
+        row_bytes = max(stage.kv_bytes_per_lane for stage in self.stages) // padded(self.max_rows)
+        return 2**30 // row_bytes if row_bytes else 0
+
+    @property
     def fits(self) -> bool:
         return self.max_rows <= self.max_positions and all(s.free_bytes >= 0 for s in self.stages)
 

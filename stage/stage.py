@@ -37,6 +37,7 @@ from stage.attention import RowSegment
 from stage.cores import Cores
 from stage.kv.checkpoints import Checkpoints
 from stage.kv.store import HostStore
+from stage.memos import Memos
 from stage.messages import FrameMessage, Garbled, ReplyMessage
 from stage.model.slice import ModelSlice, RowBatch
 from stage.ops import FrameOps, joined
@@ -71,12 +72,14 @@ class Stage:
         cores: Cores,
         store: HostStore,
         checkpoints: Checkpoints,
+        memos: Memos,
     ) -> None:
         self.index = index
         self.model = model
         self._cores = cores
         self.store = store
         self.ledger = Ledger(model.rows.lanes, model.rows.max_rows, stage=index)
+        self._memos = memos
         self._ops = FrameOps(self.ledger, model, store, checkpoints)
         self._opened = Epoch(0)
         self._lock = Lock()
@@ -183,7 +186,8 @@ class Stage:
     # What is computed
 
     def _compute(self, message: FrameMessage, taken: tuple[Segment, ...]) -> Tensor | None:
-        """Hidden rows, or on the tail logits of the asked rows; None when nothing was taken."""
+        """Hidden rows, or on the tail logits of the asked rows; None when there is nothing to compute."""
+        taken = tuple(segment for segment in taken if segment.width)
         if not taken:
             return None
         batch = RowBatch(
@@ -229,6 +233,8 @@ class Stage:
         self, taken: tuple[Segment, ...], logits: Tensor | None
     ) -> tuple[dict[LaneId, list[SampledRow]], list[Refusal]]:
         """The sampled rows by lane; a lane whose logits are not finite is refused and its rows are void."""
+        self._memos.keep_all(taken, logits, self.ledger.memos)
+        logits = self._memos.merged(taken, logits)
         sampled: dict[LaneId, list[SampledRow]] = {segment.lane: [] for segment in taken}
         asked = [(segment, row) for segment in taken for row in self._asked_rows(segment)]
         if logits is None or not asked:
@@ -250,6 +256,8 @@ class Stage:
 
     def _void(self, segment: Segment) -> Refusal:
         self.ledger.truncate(segment.lane, segment.start)
+        if segment.memo is not None:
+            self.ledger.memos.drop(segment.memo)
         detail = "the model's logits are not finite"
         log.error("refused stage=%d lane=%d reason=%s", self.index, segment.lane, detail)
         return Refusal(RefusalCode.BAD_FRAME, self.index, segment.lane, detail)
@@ -284,7 +292,7 @@ def _is_whole(refusals: tuple[Refusal, ...]) -> bool:
 
 def _outside(segment: Segment, vocab_size: int) -> str | None:
     """What in the segment only a larger vocabulary could mean."""
-    largest = max(segment.tokens)
+    largest = max(segment.tokens, default=0)
     if largest >= vocab_size:
         return f"token id {largest}, but the vocabulary has {vocab_size}"
     try:

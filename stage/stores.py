@@ -1,4 +1,4 @@
-"""Opens a stage's store of chain nodes: how many bytes it may take, and which rows on disk are its own.
+"""Opens a stage's store of chain nodes: how many bytes it may take, and which files on disk are its own.
 
 Decides the default budget and what must be the same for rows of an earlier run to be used: the model, the layers, the
 dtype and whatever they were computed by. A folder that cannot be used costs a log line, not the stage.
@@ -7,6 +7,8 @@ dtype and whatever they were computed by. A folder that cannot be used costs a l
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import transformers
@@ -15,9 +17,12 @@ from stage.config import RingConfig
 from stage.host_memory import available_bytes
 from stage.kv.checkpoints import Checkpoints
 from stage.kv.disk import DiskTier
-from stage.kv.node_file import RowKind
+from stage.kv.kept import DiskShelf
+from stage.kv.node_file import FileKind
 from stage.kv.records import RowRecords
+from stage.kv.states import LaneStates
 from stage.kv.store import HostStore
+from stage.memos import Memos, memo_slots, row_bytes
 from stage.model.slice import ModelSlice
 
 log = logging.getLogger(__name__)
@@ -28,11 +33,11 @@ _SHARE = 4
 
 def open_stores(
     config: RingConfig, model: ModelSlice, fingerprint: str, stages_here: int
-) -> tuple[HostStore, Checkpoints]:
-    """Reads the headers of the nodes on disk, and no rows. Recurrent layers get half of the budget."""
+) -> tuple[HostStore, Checkpoints, Memos]:
+    """Reads the headers of the files on disk, and nothing else of them. Recurrent layers get half of each budget."""
     decoder = model.decoder
     records = RowRecords(model.rows, decoder.dtype, decoder.device)
-    kind = RowKind(
+    rows = FileKind(
         fingerprint=fingerprint,
         first=decoder.first,
         last=decoder.last,
@@ -40,19 +45,42 @@ def open_stores(
         shapes=records.shapes,
         recipe=_recipe(decoder.device, config.numerics == "fast"),
     )
+    states = kind_of_states(model.states, rows)
     budget = config.kv_host_bytes
     if budget is None:
         budget = available_bytes() // _SHARE // (stages_here * config.rings)
-    disk = None if budget == 0 else _open_disk(config, records, kind)
-    for_states = budget // 2 if model.states.layers else 0
-    return HostStore(records, budget - for_states, disk), Checkpoints(model.states, for_states)
+    # Both kinds always: what another model's states left in the folder counts too, and goes when room is wanted.
+    disk = None if budget == 0 else _open_disk(config, (rows, states))
+    memos = memo_slots(budget, decoder.vocab_size) if decoder.is_tail else 0
+    budget -= memos * row_bytes(decoder.vocab_size)
+    share = 2 if model.states.layers else 1
+    for_rows = budget - budget // 2 if model.states.layers else budget
+    rows_shelf = states_shelf = None
+    if disk is not None:
+        rows_shelf = DiskShelf(disk, rows, config.kv_disk_bytes // share)
+        states_shelf = DiskShelf(disk, states, config.kv_disk_bytes // share)
+    store = HostStore(records, for_rows, rows_shelf)
+    checkpoints = Checkpoints(model.states, budget - for_rows, states_shelf)
+    return store, checkpoints, Memos(memos)
 
 
-def _open_disk(config: RingConfig, records: RowRecords, kind: RowKind) -> DiskTier | None:
+def kind_of_states(states: LaneStates, rows: FileKind) -> FileKind:
+    """What else states must have in common, beside what rows must: the layout of one."""
+    layout = states.layout(states.block - 1)
+    return replace(
+        rows,
+        holds="state",
+        dtype=",".join(str(dtype) for _, dtype in layout),
+        # With a row for all but one of a block's, so that the shapes also tell how many a block has.
+        shapes=tuple(shape for shape, _ in layout),
+    )
+
+
+def _open_disk(config: RingConfig, kinds: Sequence[FileKind]) -> DiskTier | None:
     if config.kv_disk is None:
         return None
     try:
-        return DiskTier(config.kv_disk, records, kind, config.kv_disk_bytes)
+        return DiskTier(config.kv_disk, kinds, config.kv_disk_bytes)
     except OSError as error:
         log.error("no rows are kept on disk folder=%s reason=%s", config.kv_disk, error)
         return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.errors import SetupError
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from gateway.bench.figures import median
 
 _CODE = "from gateway.bench.baseline import main; main()"

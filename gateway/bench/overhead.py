@@ -28,7 +28,7 @@ from coordinator.frames import (
     SegmentKind,
     Seq,
 )
-from coordinator.ledger import digest_of
+from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
 from gateway.launch import ring_config
 from gateway.progress import LineBoard

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from gateway.bench.endpoints import Answered
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.driver import RingStatus
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from coordinator.requests import SessionId
 from gateway.bench.endpoints import Answered, Ask, GrpcEndpoint
 from gateway.bench.prompts import prose

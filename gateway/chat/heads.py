@@ -16,7 +16,7 @@ from itertools import takewhile
 from os.path import commonprefix
 
 from coordinator.errors import InvalidValue
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from gateway.chat.boundaries import AddedTokens
 from gateway.chat.messages import Message, Tool
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from coordinator.errors import InvalidValue
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from coordinator.sessions import splice
 from gateway.chat.boundaries import AddedTokens, MessageOpeners
 from gateway.chat.conversation import Abilities, TemplateDict, conversation

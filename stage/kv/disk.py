@@ -1,9 +1,9 @@
-"""Chain nodes' rows on disk: a folder of content-addressed files that outlives the process.
+"""A folder of content-addressed files that outlives the process: chain nodes' rows, and recurrent states at their ends.
 
-Decides what is written, what is removed for the budget, and what of an earlier run may be used. Files are written and
-removed by a thread of its own, behind a bounded queue, so that no frame waits for it; a node that finds no place in
-the queue is not on disk, that is all. Whatever is wrong with a file, or with the whole disk, costs a log line and a
-miss. Several processes should not share a folder: each would remove what the other one counts on, and read a miss.
+Decides what is written, what is removed for the one budget of all kinds, and what of an earlier run may be used. Files
+are written and removed by a thread of its own, behind a bounded queue, so that no frame waits for it; what finds no
+place in the queue is not on disk, that is all. Whatever is wrong with a file, or with the whole disk, costs a log line
+and a miss. Several processes should not share a folder: each would remove what the other one counts on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,23 +25,23 @@ from coordinator.nodes import Node
 from stage.kv.node_file import (
     PARTIAL,
     Damaged,
+    FileKind,
     Foreign,
-    RowKind,
     file_bytes,
     read_head,
     read_node,
     write_node,
 )
-from stage.kv.records import RowRecords
 
 log = logging.getLogger(__name__)
 
-# Nodes that wait to be written: 200 MB of a small model's in float32, which a disk takes in a second.
+# Files that wait to be written: 200 MB of a small model's nodes in float32, which a disk takes in a second.
 _QUEUE = 128
-# Bytes of a file that are not rows, by row of a node: 4 of its token, and its share of a header of some 300 bytes.
-_ROW_OVERHEAD = 16
 # What the last files may take to be written when the stage ends.
 _CLOSE_S = 5.0
+
+# A node, and the suffix of its kind: the file's name.
+_Key = tuple[NodeId, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +50,38 @@ class _File:
     node: Node | None  # None: it cannot be used, and goes when room is wanted
 
 
-class DiskTier:
-    """One thread calls it; another one, which it owns, writes. Which nodes there are is in memory: asking is free."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    node: Node
+    data: Tensor
+    kind: FileKind
 
-    def __init__(self, folder: Path, records: RowRecords, kind: RowKind, budget: int) -> None:
+    @property
+    def key(self) -> _Key:
+        return self.node.id, self.kind.suffix
+
+
+class DiskTier:
+    """One thread calls it; another one, which it owns, writes. Which files there are is in memory: asking is free."""
+
+    def __init__(self, folder: Path, kinds: Sequence[FileKind], budget: int) -> None:
         """Reads the headers of what lies there. Raises OSError when the folder cannot be used at all."""
         self._folder = folder
-        self._records = records
-        self._kind = kind
+        self._kinds = {kind.suffix: kind for kind in kinds}
         self._budget = budget
         self._changed = threading.Condition()
         # Guarded by _changed, from here on.
-        self._files: OrderedDict[NodeId, _File] = OrderedDict()  # used longest ago first
+        self._files: OrderedDict[_Key, _File] = OrderedDict()  # used longest ago first
         self._size = 0
-        self._waiting: OrderedDict[NodeId, tuple[Node, Tensor]] = OrderedDict()
-        self._doomed: dict[NodeId, None] = {}
-        self._removed: list[NodeId] = []
+        self._waiting: OrderedDict[_Key, _Job] = OrderedDict()
+        self._doomed: dict[_Key, None] = {}
+        self._removed: list[_Key] = []
         self._closed = False
         self._busy = False
         self._failing = False
         self._writer: threading.Thread | None = None
         folder.mkdir(parents=True, exist_ok=True)
         self._scan()
-
-    @property
-    def capacity_rows(self) -> int:
-        return self._budget // (self._records.row_bytes + _ROW_OVERHEAD)
 
     @property
     def is_failing(self) -> bool:
@@ -86,58 +93,64 @@ class DiskTier:
         with self._changed:
             return self._size
 
-    def __contains__(self, id_: NodeId) -> bool:
+    def holds(self, id_: NodeId, kind: FileKind) -> bool:
         with self._changed:
-            return self._is_usable(id_)
+            return self._is_usable((id_, kind.suffix))
 
-    def nodes(self) -> tuple[Node, ...]:
+    def nodes(self, kind: FileKind) -> tuple[Node, ...]:
         """What can be read, parents first."""
         with self._changed:
-            found = [file.node for file in self._files.values() if file.node is not None]
+            found = [
+                file.node
+                for (_, suffix), file in self._files.items()
+                if suffix == kind.suffix and file.node is not None
+            ]
         return tuple(sorted(found, key=lambda node: node.start))
 
-    def read(self, id_: NodeId) -> tuple[Node, Tensor] | None:
-        """A node and its rows; None, and the file is gone, when they are not what was written."""
+    def node(self, id_: NodeId, kind: FileKind) -> Node | None:
         with self._changed:
-            file = self._files.get(id_)
-        if file is None or file.node is None:
-            return None
-        records = self._records.empty(file.node.rows)
-        path = self._path(id_)
+            file = self._files.get((id_, kind.suffix))
+        return None if file is None else file.node
+
+    def read(self, node: Node, kind: FileKind, into: Tensor) -> bool:
+        """Fills `into` with what was written; False, and the file is gone, when it is not that."""
+        path = self._path((node.id, kind.suffix))
         try:
-            node = read_node(path, self._kind, records)
-            if node != file.node:
+            if read_node(path, kind, into) != node:
                 raise Damaged("it holds another node")
         except (OSError, Damaged, Foreign) as error:
             log.warning("missed a node file=%s reason=%s", path, error)
-            self.drop(id_)
-            return None
-        self._touch(id_)
-        return node, records
+            self.drop(node.id, kind)
+            return False
+        self._touch((node.id, kind.suffix))
+        return True
 
-    def write(self, node: Node, records: Tensor) -> bool:
-        """Has it written some time; False when the queue is full. Nobody may write to `records` any more."""
+    def write(self, node: Node, kind: FileKind, data: Tensor) -> bool:
+        """Has it written some time; False when the queue is full. Nobody may write to `data` any more."""
+        job = _Job(node, data, kind)
         with self._changed:
             if self._closed or len(self._waiting) >= _QUEUE:
                 return False
-            if not self._is_usable(node.id):
-                self._waiting.setdefault(node.id, (node, records))
-                self._doomed.pop(node.id, None)
+            if not self._is_usable(job.key):
+                self._waiting.setdefault(job.key, job)
+                self._doomed.pop(job.key, None)
                 self._wake()
             return True
 
-    def drop(self, id_: NodeId) -> None:
+    def drop(self, id_: NodeId, kind: FileKind) -> None:
+        key = (id_, kind.suffix)
         with self._changed:
-            waited = self._waiting.pop(id_, None) is not None
-            if self._forget(id_) or waited:
-                self._doomed[id_] = None
+            waited = self._waiting.pop(key, None) is not None
+            if self._forget(key) or waited:
+                self._doomed[key] = None
                 self._wake()
 
-    def take_removed(self) -> tuple[NodeId, ...]:
-        """Nodes whose files went for the budget since this was asked last."""
+    def take_removed(self, kind: FileKind) -> tuple[NodeId, ...]:
+        """Nodes whose files of this kind went for the budget since this was asked last."""
         with self._changed:
-            removed, self._removed = tuple(self._removed), []
-        return removed
+            mine = tuple(id_ for id_, suffix in self._removed if suffix == kind.suffix)
+            self._removed = [key for key in self._removed if key[1] != kind.suffix]
+        return mine
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until nothing waits to be written or removed."""
@@ -161,66 +174,72 @@ class DiskTier:
 
     def _scan(self) -> None:
         foreign = 0
-        for path, size in self._found():
+        for path, size, kind in self._found():
             id_ = _id_of(path)
             if id_ is None:
                 continue
+            key = (id_, kind.suffix)
             try:
-                node = read_head(path, self._kind)
+                node = read_head(path, kind)
                 if node.id != id_:
                     raise Damaged("it holds another node than its name says")
             except Foreign:
                 foreign += 1
-                self._add(id_, _File(size, None))
+                self._add(key, _File(size, None))
             except (OSError, Damaged) as error:
                 log.warning("removed a node file=%s reason=%s", path, error)
                 _unlink(path)
             else:
-                self._add(id_, _File(size, node))
+                self._add(key, _File(size, node))
         if foreign:
             log.warning("ignored %d files of other rows in folder=%s", foreign, self._folder)
-        for id_ in self._make_room(0):
-            _unlink(self._path(id_))
+        for key in self._make_room(0):
+            _unlink(self._path(key))
         self._removed.clear()  # nobody counted on them yet
 
-    def _found(self) -> list[tuple[Path, int]]:
+    def _found(self) -> list[tuple[Path, int, FileKind]]:
         """This stage's files and their sizes, the one used longest ago first."""
-        for rest in self._folder.glob(f"*{self._kind.suffix}{PARTIAL}"):
-            _unlink(rest)
         dated = []
-        for path in self._folder.glob(f"*{self._kind.suffix}"):
+        for path, kind in self._names():
             with contextlib.suppress(OSError):
                 status = path.stat()
-                dated.append((status.st_mtime_ns, path, status.st_size))
-        return [(path, size) for _, path, size in sorted(dated)]
+                dated.append((status.st_mtime_ns, path, status.st_size, kind))
+        return [(path, size, kind) for _, path, size, kind in sorted(dated, key=lambda d: d[:2])]
 
-    def _path(self, id_: NodeId) -> Path:
-        return self._folder / f"{id_.hex()}{self._kind.suffix}"
+    def _names(self) -> Iterator[tuple[Path, FileKind]]:
+        for suffix, kind in self._kinds.items():
+            for rest in self._folder.glob(f"*{suffix}{PARTIAL}"):
+                _unlink(rest)
+            yield from ((path, kind) for path in self._folder.glob(f"*{suffix}"))
 
-    def _touch(self, id_: NodeId) -> None:
+    def _path(self, key: _Key) -> Path:
+        id_, suffix = key
+        return self._folder / f"{id_.hex()}{suffix}"
+
+    def _touch(self, key: _Key) -> None:
         with self._changed:
-            if id_ in self._files:
-                self._files.move_to_end(id_)
+            if key in self._files:
+                self._files.move_to_end(key)
         with contextlib.suppress(OSError):
-            os.utime(self._path(id_))
+            os.utime(self._path(key))
 
     # Guarded by _changed
 
-    def _is_usable(self, id_: NodeId) -> bool:
-        file = self._files.get(id_)
+    def _is_usable(self, key: _Key) -> bool:
+        file = self._files.get(key)
         return file is not None and file.node is not None
 
-    def _add(self, id_: NodeId, file: _File) -> None:
-        self._forget(id_)
-        self._files[id_] = file
+    def _add(self, key: _Key, file: _File) -> None:
+        self._forget(key)
+        self._files[key] = file
         self._size += file.size
 
-    def _forget(self, id_: NodeId) -> bool:
-        file = self._files.pop(id_, None)
+    def _forget(self, key: _Key) -> bool:
+        file = self._files.pop(key, None)
         self._size -= 0 if file is None else file.size
         return file is not None
 
-    def _make_room(self, size: int) -> list[NodeId]:
+    def _make_room(self, size: int) -> list[_Key]:
         """Forgets the files used longest ago; the caller removes them."""
         gone = []
         while self._files and self._size + size > self._budget:
@@ -254,23 +273,23 @@ class DiskTier:
                 # Removals first: what is stored again must not be removed after it was written.
                 doomed, self._doomed = tuple(self._doomed), {}
                 job = next(iter(self._waiting.values()), None)
-            for id_ in doomed:
-                _unlink(self._path(id_))
+            for key in doomed:
+                _unlink(self._path(key))
             if job is not None:
-                self._write(*job)
+                self._write(job)
 
-    def _write(self, node: Node, records: Tensor) -> None:
-        path, size = self._path(node.id), file_bytes(node, records, self._kind)
+    def _write(self, job: _Job) -> None:
+        path, size = self._path(job.key), file_bytes(job.node, job.data.nbytes, job.kind)
         written = size <= self._budget and self._has_space(size)
         if written:
             with self._changed:
                 gone = self._make_room(size)
-            for id_ in gone:
-                _unlink(self._path(id_))
-            written = self._try(path, node, records)
+            for key in gone:
+                _unlink(self._path(key))
+            written = self._try(path, job)
         with self._changed:
-            if self._waiting.pop(node.id, None) is not None and written:
-                self._add(node.id, _File(size, node))
+            if self._waiting.pop(job.key, None) is not None and written:
+                self._add(job.key, _File(size, job.node))
             # Dropped meanwhile, it is among the doomed now.
 
     def _has_space(self, size: int) -> bool:
@@ -281,9 +300,9 @@ class DiskTier:
             return shutil.disk_usage(self._folder).free > _QUEUE * size
         return False
 
-    def _try(self, path: Path, node: Node, records: Tensor) -> bool:
+    def _try(self, path: Path, job: _Job) -> bool:
         try:
-            write_node(path, node, records, self._kind)
+            write_node(path, job.node, job.data, job.kind)
         except OSError as error:
             if not self._failing:
                 log.warning("stopped writing folder=%s reason=%s", self._folder, error)

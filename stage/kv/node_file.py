@@ -1,8 +1,8 @@
-"""The file of one chain node: a header that says whose rows these are, then the rows.
+"""The file of one chain node: a header that says whose bytes these are, then its rows or the state at its end.
 
-Decides the byte layout and what counts as whole. A reader believes nothing: header and rows have checksums, the node's
-id is computed again from its tokens, and rows of another model, dtype, stage or way of computing are foreign. It
-raises for whatever is wrong; what becomes of that is for disk.py to say.
+Decides the byte layout and what counts as whole. A reader believes nothing: header and payload have checksums, the
+node's id is computed again from its tokens, and what is of another model, dtype, stage or way of computing is foreign.
+It raises for whatever is wrong; what becomes of that is for disk.py to say.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ class Damaged(ValueError):
 
 
 class Foreign(ValueError):
-    """A whole file, but of rows that this stage would not have computed."""
+    """A whole file, but of bytes that this stage would not have computed."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowKind:
-    """What rows must have in common to stand for one another bit for bit."""
+class FileKind:
+    """What rows, or states, must have in common to stand for one another bit for bit."""
 
     fingerprint: str  # of the model
     first: int  # layers [first, last)
     last: int
     dtype: str
-    shapes: tuple[tuple[int, int, int], ...]  # of each layer: heads, key and value of one head
+    shapes: tuple[tuple[int, ...], ...]  # of each layer: heads, key and value of one head
     recipe: str  # what computed them: versions, kind of processor, numerics
+    holds: str = "kv"
 
     @property
     def suffix(self) -> str:
         """Of the files' names: stages may share a folder."""
-        return f".{self.first}-{self.last}.kv"
+        return f".{self.first}-{self.last}.{self.holds}"
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True):
-    kind: RowKind
+    kind: FileKind
     node: bytes
     parent: bytes
     start: int
@@ -71,15 +72,15 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_Header)
 
 
-def file_bytes(node: Node, records: Tensor, kind: RowKind) -> int:
+def file_bytes(node: Node, payload_bytes: int, kind: FileKind) -> int:
     """The size that the file is going to have."""
-    head = _header(node, records.nbytes, bytes(_DIGEST_BYTES), kind)
-    return _PREFIX.size + len(head) + records.nbytes
+    head = _header(node, payload_bytes, bytes(_DIGEST_BYTES), kind)
+    return _PREFIX.size + len(head) + payload_bytes
 
 
-def write_node(path: Path, node: Node, records: Tensor, kind: RowKind) -> None:
+def write_node(path: Path, node: Node, data: Tensor, kind: FileKind) -> None:
     """Writes beside `path` and renames: the file is there whole or not at all. Raises OSError."""
-    payload = _bytes_of(records)
+    payload = _bytes_of(data)
     head = _header(node, len(payload), _digest(payload), kind)
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -93,8 +94,8 @@ def write_node(path: Path, node: Node, records: Tensor, kind: RowKind) -> None:
         raise
 
 
-def read_head(path: Path, kind: RowKind) -> Node:
-    """The node, without its rows. Raises OSError, Damaged and Foreign."""
+def read_head(path: Path, kind: FileKind) -> Node:
+    """The node, without its payload. Raises OSError, Damaged and Foreign."""
     with path.open("rb") as file:
         header = _read_header(file, kind)
         if os.fstat(file.fileno()).st_size != file.tell() + header.payload_bytes:
@@ -102,26 +103,26 @@ def read_head(path: Path, kind: RowKind) -> Node:
     return _node(header)
 
 
-def read_node(path: Path, kind: RowKind, into: Tensor) -> Node:
-    """Fills `into` [rows, width], whose size must be the node's. Raises OSError, Damaged and Foreign."""
+def read_node(path: Path, kind: FileKind, into: Tensor) -> Node:
+    """Fills `into`, whose size must be the payload's. Raises OSError, Damaged and Foreign."""
     payload = _bytes_of(into)
     with path.open("rb") as file:
         header = _read_header(file, kind)
         if header.payload_bytes != len(payload) or file.readinto(payload) != len(payload):
             raise Damaged("it ends too early")
     if _digest(payload) != header.payload_digest:
-        raise Damaged("its rows are not those that were written")
+        raise Damaged("its payload is not the one that was written")
     return _node(header)
 
 
-def _header(node: Node, payload_bytes: int, digest: bytes, kind: RowKind) -> bytes:
+def _header(node: Node, payload_bytes: int, digest: bytes, kind: FileKind) -> bytes:
     tokens = node.tokens.tobytes()
     return _ENCODER.encode(
         _Header(kind, node.id, node.parent, node.start, tokens, payload_bytes, digest)
     )
 
 
-def _read_header(file: BinaryIO, kind: RowKind) -> _Header:
+def _read_header(file: BinaryIO, kind: FileKind) -> _Header:
     prefix = file.read(_PREFIX.size)
     if len(prefix) != _PREFIX.size:
         raise Damaged("it ends too early")
@@ -136,7 +137,7 @@ def _read_header(file: BinaryIO, kind: RowKind) -> _Header:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Foreign(f"its header says something else: {error}") from error
     if header.kind != kind:
-        raise Foreign("its rows are of another model, dtype, stage or way of computing")
+        raise Foreign("it is of another model, dtype, stage or way of computing")
     return header
 
 
@@ -153,7 +154,7 @@ def _digest(data: bytes | memoryview) -> bytes:
     return blake3(data).digest(length=_DIGEST_BYTES)
 
 
-def _bytes_of(records: Tensor) -> memoryview:
-    if not records.numel():
+def _bytes_of(data: Tensor) -> memoryview:
+    if not data.numel():
         return memoryview(bytearray())
-    return memoryview(records.view(torch.uint8).numpy()).cast("B")
+    return memoryview(data.view(torch.uint8).numpy()).cast("B")

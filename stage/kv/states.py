@@ -197,10 +197,16 @@ class LaneStates:
 
     def save(self, lane: int, rows: int) -> SavedState:
         """A copy of the lane's state at `rows`; on a device its transfer is complete on return."""
+        tensors = tuple(torch.empty(shape, dtype=dtype) for shape, dtype in self.layout(rows))
+        self.save_into(lane, rows, tensors)
+        return SavedState(rows, tensors)
+
+    def save_into(self, lane: int, rows: int, tensors: Sequence[Tensor]) -> None:
+        """As save, into host memory of the caller's, in the order of `layout`."""
         if self.layers:
             self._check(lane, rows)
-        tensors = (tensor.to("cpu", copy=True).contiguous() for tensor in self._at(lane, rows))
-        return SavedState(rows, tuple(tensors))
+        for its, mine in zip(tensors, self._at(lane, rows), strict=True):
+            its.copy_(mine)
 
     def load(self, lane: int, rows: int, saved: SavedState) -> None:
         """Take the lane up at `rows` from a saved state. Raises ValueError if that is one of another model or row."""

@@ -1,22 +1,20 @@
-"""Chain nodes' rows in a stage's host memory, under a budget of bytes.
+"""Chain nodes' rows, in host memory and on disk: into lanes and out of them.
 
-Decides which nodes' bytes lie in memory: all it is told to keep, while there is room; beyond that, one that is safely
-on disk gives its memory up, the one used longest ago first. Which nodes exist is the ledger's business, and which are
-worth keeping the coordinator's. It never makes a wrong row: a node whose bytes cannot be had is absent.
+Decides how rows travel between lanes and nodes, and how many of them the coordinator may count on. Which nodes exist
+is the ledger's business, and which are worth keeping the coordinator's. It never makes a wrong row: a node whose bytes
+cannot be had is absent.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from coordinator.frames import NodeId
 from coordinator.nodes import Node
-from stage.kv.disk import DiskTier
+from stage.kv.kept import DiskShelf, KeptNode, KeptNodes
 from stage.kv.records import RowRecords
 
 # Of pinned memory through which rows go to a device: as much as a bus moves in 10 ms, enough for one transfer of
@@ -24,27 +22,18 @@ from stage.kv.records import RowRecords
 _STAGING_BYTES = 256 * 2**20
 # What a stage whose layers keep no rows says that it has room for.
 _ANY_ROWS = 2**31 - 1
-# Nodes that are offered to the disk again when memory is full and none of the oldest is there.
-_OFFERED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class KeptNode:
-    node: Node
-    records: Tensor  # [rows, width], in host memory
+# Bytes of a file that are not rows, by row of a node: 4 of its token, and its share of a header of some 300 bytes.
+_ROW_OVERHEAD = 16
 
 
 class HostStore:
     """One thread calls it, that of the stage's frames."""
 
-    def __init__(self, records: RowRecords, budget: int, disk: DiskTier | None = None) -> None:
-        self.budget = budget
-        self.nbytes = 0
+    def __init__(self, records: RowRecords, budget: int, disk: DiskShelf | None = None) -> None:
         self._records = records
         self._disk = disk
-        self._kept: OrderedDict[NodeId, KeptNode] = OrderedDict()  # used longest ago first
+        self._kept = KeptNodes(budget, disk, lambda node: records.empty(node.rows))
         self._fetched: dict[NodeId, KeptNode] = {}  # what the frame in work loads
-        self._gone: list[NodeId] = []
         self._staging: Tensor | None = None
 
     def __len__(self) -> int:
@@ -52,20 +41,30 @@ class HostStore:
         return len(self._kept)
 
     @property
+    def budget(self) -> int:
+        return self._kept.budget
+
+    @property
+    def nbytes(self) -> int:
+        return self._kept.nbytes
+
+    @property
     def capacity_rows(self) -> int:
         """Rows that the coordinator may count on."""
         row_bytes = self._records.row_bytes
         in_memory = self.budget // row_bytes if row_bytes else _ANY_ROWS * (self.budget > 0)
-        on_disk = self._disk.capacity_rows if self._disk is not None and in_memory else 0
+        if self._disk is None or not in_memory:
+            return min(in_memory, _ANY_ROWS)
+        on_disk = self._disk.budget // (row_bytes + _ROW_OVERHEAD)
         return min(max(in_memory, on_disk), _ANY_ROWS)
 
     def on_disk(self) -> tuple[Node, ...]:
         """Nodes that a start finds; their bytes are read when they are loaded."""
-        return () if self._disk is None else self._disk.nodes()
+        return self._kept.on_disk()
 
     def missing(self, ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
         """Those of which there are no bytes, as far as can be told without reading any."""
-        return tuple(id_ for id_ in ids if id_ not in self._kept and not self._is_safe(id_))
+        return tuple(id_ for id_ in ids if id_ not in self._kept)
 
     # Into lanes
 
@@ -77,13 +76,11 @@ class HostStore:
         absent = []
         # The last ones first, so that a chain's end counts as used longer ago than what it hangs on.
         for id_ in reversed(ids):
-            kept = self._kept.get(id_) or self._read(id_)
+            kept = self._kept.get(id_)
             if kept is None:
                 absent.append(id_)
-                continue
-            self._fetched[id_] = kept
-            if id_ in self._kept:
-                self._kept.move_to_end(id_)
+            else:
+                self._fetched[id_] = kept
         return tuple(absent)
 
     def load(self, lane: int, start: int, end: int, ids: Sequence[NodeId]) -> None:
@@ -100,84 +97,30 @@ class HostStore:
 
     def store(self, lane: int, nodes: Sequence[Node]) -> tuple[NodeId, ...]:
         """Keeps a lane's rows; returns the nodes that there was no room for."""
-        lost = []
-        for node in nodes:
-            if not self._make_room(node.rows * self._records.row_bytes):
-                lost.append(node.id)
-                continue
+
+        def keep(node: Node) -> bool:
             # Copied when this returns: the next frame may write to the very same rows.
-            kept = KeptNode(node, self._records.gather(lane, node.start, node.end).cpu())
-            self._keep(kept)
-            if self._disk is not None:
-                self._disk.write(kept.node, kept.records)
-        return tuple(lost)
+            return self._kept.keep(
+                node,
+                node.rows * self._records.row_bytes,
+                lambda: self._records.gather(lane, node.start, node.end).cpu(),
+            )
+
+        return tuple(node.id for node in nodes if not keep(node))
 
     def drop(self, ids: Iterable[NodeId]) -> None:
-        for id_ in ids:
-            self._forget(id_)
-            if self._disk is not None:
-                self._disk.drop(id_)
+        self._kept.drop(ids)
 
     def take_gone(self) -> tuple[NodeId, ...]:
         """Nodes that have been given up since this was asked last."""
-        removed = () if self._disk is None else self._disk.take_removed()
-        gone, self._gone = (*self._gone, *removed), []
-        return self.missing(gone)
+        return self._kept.take_gone()
 
     def close(self) -> None:
-        """What waits to be written still is, for a moment."""
+        """What waits to be written still is, for a moment; so are the other kinds of the same disk."""
         if self._disk is not None:
-            self._disk.close()
+            self._disk.tier.close()
 
     # Inside
-
-    def _is_safe(self, id_: NodeId) -> bool:
-        return self._disk is not None and id_ in self._disk
-
-    def _read(self, id_: NodeId) -> KeptNode | None:
-        found = None if self._disk is None else self._disk.read(id_)
-        if found is None:
-            return None
-        kept = KeptNode(*found)
-        if self._make_room(kept.records.nbytes):
-            self._keep(kept)
-        return kept
-
-    def _keep(self, kept: KeptNode) -> None:
-        self._forget(kept.node.id)
-        self._kept[kept.node.id] = kept
-        self.nbytes += kept.records.nbytes
-
-    def _forget(self, id_: NodeId) -> None:
-        kept = self._kept.pop(id_, None)
-        if kept is not None:
-            self.nbytes -= kept.records.nbytes
-
-    def _make_room(self, size: int) -> bool:
-        if size > self.budget:
-            return False
-        while self.nbytes + size > self.budget:
-            victim = self._victim()
-            if victim is None:
-                return False
-            self._forget(victim)
-        return True
-
-    def _victim(self) -> NodeId | None:
-        """A node whose memory can be had."""
-        if self._disk is None:
-            return None
-        for id_ in self._kept:
-            if id_ in self._disk:
-                return id_
-        if self._disk.is_failing:
-            # Old nodes would stay for good: nothing reaches the disk, and the coordinator counts on its room.
-            oldest = next(iter(self._kept))
-            self._gone.append(oldest)
-            return oldest
-        for id_ in tuple(self._kept)[:_OFFERED]:
-            self._disk.write(self._kept[id_].node, self._kept[id_].records)
-        return None
 
     def _on_device(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
         """The parts behind one another on the rows' device, in as few transfers as staging allows."""
@@ -200,7 +143,7 @@ class HostStore:
 
 def _slice(kept: KeptNode, start: int, end: int) -> Tensor:
     node = kept.node
-    return kept.records[max(0, start - node.start) : end - node.start]
+    return kept.data[max(0, start - node.start) : end - node.start]
 
 
 def _batches(parts: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from gateway.cli import app
 from gateway.dialogue import SYSTEM, TOOLS, TURNS
 

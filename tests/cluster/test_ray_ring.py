@@ -27,7 +27,7 @@ from coordinator.frames import (
     SegmentKind,
     Seq,
 )
-from coordinator.ledger import digest_of
+from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
 from coordinator.ring import StageProgress
 from stage.config import RingConfig

@@ -22,7 +22,7 @@ from coordinator.drafters import Drafter, DrafterFactory
 from coordinator.drafters.ngram import ngram_drafter
 from coordinator.driver import RingDriver
 from coordinator.frames import JobId
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from coordinator.requests import (
     Finished,
     Request,
@@ -136,7 +136,7 @@ async def test_the_first_call_and_all_identical_later_ones_answer_alike(
         expected = await control(cold_ring, warm_ring, request)
         answers = [await answer(warm_ring, request) for _ in range(3)]
         assert {got.tokens for got in answers} == {expected.tokens}
-        assert [got.cached for got in answers[1:]] == [length - 1] * 2
+        assert [got.cached for got in answers[1:]] == [length] * 2
 
 
 async def test_forty_branches_of_one_head_reuse_it_and_answer_as_cold_ones_do(
@@ -171,7 +171,7 @@ async def test_a_full_hit_does_not_break_the_chain_behind_it(
     session = f"chain{length}"
     first = await answer(warm_ring, turn(prompt, session))
     again = await answer(warm_ring, turn(prompt, session))
-    assert (again.cached, again.tokens) == (length - 1, first.tokens)
+    assert (again.cached, again.tokens) == (length, first.tokens)
     history = (*prompt, *again.tokens)
     more = turn((*history, *novel(CHUNK, 5, VOCABULARY)), session)
     got = await answer(warm_ring, more)

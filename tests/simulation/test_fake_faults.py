@@ -23,8 +23,8 @@ from coordinator.frames import (
     SegmentKind,
     StoreNodes,
 )
-from coordinator.ledger import digest_of
 from coordinator.nodes import node_id, root_of
+from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
 from fakering import texts
 from fakering.faults import ALL_FAULTS, FaultScript, KeepNothing, random_script

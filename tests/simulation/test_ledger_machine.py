@@ -24,7 +24,8 @@ from coordinator.frames import (
     SegmentKind,
     Seq,
 )
-from coordinator.ledger import Applied, Ledger, Standing, digest_of
+from coordinator.ledger import Applied, Ledger, Standing
+from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
 
 LANES, MAX_ROWS = 3, 8

@@ -42,8 +42,9 @@ from coordinator.frames import (
     SegmentKind,
     StoreNodes,
 )
-from coordinator.ledger import Applied, Ledger, Standing, digest_of
+from coordinator.ledger import Applied, Ledger, Standing
 from coordinator.nodes import Node, NodeTable, node_id, root_of
+from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
 
 STAGES, LANES, MAX_ROWS = 3, 2, 12

@@ -11,7 +11,6 @@ import pytest
 from coordinator.chain import ChainIndex, ChainMatch
 from coordinator.config import SchedulerSettings
 from coordinator.frames import JobId, LaneId
-from coordinator.lanes import LaneTable
 from coordinator.ledger import Ledger
 from coordinator.requests import MissKind
 from fakering.faults import CorruptRow, Drop, FaultScript, KeepNothing, LoseNode, Restart
@@ -39,6 +38,7 @@ def test_whole_runs_of_random_turns_and_faults_never_change_a_token(block: int) 
     assert sum(count.reused_rows for count in counts) > 0
     assert sum(count.restored_rows for count in counts) > 0
     assert sum(count.ahead_rows for count in counts) > 0
+    assert sum(count.recalled for count in counts) > 0
     assert sum(count.accepted for count in counts) > 0
     assert sum(count.discarded_frames for count in counts) > 0
     assert sum(run.refusals for run in runs) > 0
@@ -49,13 +49,13 @@ def test_whole_runs_of_random_turns_and_faults_never_change_a_token(block: int) 
 
 def test_the_fuzzer_finds_a_fault_that_was_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One token too many is trusted in each reused prefix: an off-by-one of the worst kind."""
-    right = LaneTable._depth
+    right = Ledger.restore_point
 
-    def wrong(self: LaneTable, lane: LaneId, prompt: Sequence[int]) -> int:
-        depth = right(self, lane, prompt)
-        return depth + 1 if 0 < depth < len(prompt) - 1 else depth
+    def wrong(self: Ledger, lane: LaneId, prompt: Sequence[int], most: int) -> int:
+        depth = right(self, lane, prompt, most)
+        return depth + 1 if 0 < depth < most else depth
 
-    monkeypatch.setattr(LaneTable, "_depth", wrong)
+    monkeypatch.setattr(Ledger, "restore_point", wrong)
     with pytest.raises(SimulationFailed, match="seed"):
         all(run_case(seed) for seed in range(50))
 

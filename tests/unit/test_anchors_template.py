@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from coordinator.errors import InvalidValue
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from coordinator.sessions import History
 from gateway.chat import heads
 from gateway.chat.boundaries import AddedTokens

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from coordinator.chain import ChainIndex, ChainMatch
 from coordinator.frames import NodeId, NodeSpan
-from coordinator.ledger import common_prefix
 from coordinator.nodes import Node, NodeTable, root_of
+from coordinator.prefixes import common_prefix
 
 ROOT = root_of("model")
 NODE_ROWS = 64

@@ -3,97 +3,24 @@
 from __future__ import annotations
 
 import logging
-from array import array
-from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-
-from coordinator.frames import NodeId
-from coordinator.nodes import Node, node_id, root_of
-from stage.kv.disk import DiskTier
-from stage.kv.node_file import RowKind
-from stage.kv.records import RowRecords
-from stage.kv.rows import KvRows, LayerShape
-from stage.kv.store import HostStore
-
-ROOT = root_of("model")
-SHAPES = (LayerShape(2, 8, 8), LayerShape(1, 4, 6))
-ROW_BYTES = 4 * (2 * 16 + 10)
-KIND = RowKind("model", 0, 2, "float32", ((2, 8, 8), (1, 4, 6)), "test")
-PLENTY = 2**30
 
 
-def kv_rows() -> KvRows:
-    rows = KvRows(SHAPES, lanes=2, max_rows=400, dtype=torch.float32, device=torch.device("cpu"))
-    for layer, shape in enumerate(SHAPES):
-        key = torch.randn(shape.kv_heads, 400, shape.key_dim)
-        rows.write(layer, 0, 0, key, torch.randn(shape.kv_heads, 400, shape.value_dim))
-    return rows
-
-
-def records_of(rows: KvRows) -> RowRecords:
-    return RowRecords(rows, torch.float32, torch.device("cpu"))
-
-
-def disk(
-    folder: Path, rows: KvRows, budget: int = PLENTY, kind: RowKind = KIND
-) -> closing[DiskTier]:
-    return closing(DiskTier(folder, records_of(rows), kind, budget))
-
-
-def chain(*cuts: int, seed: int = 0) -> list[Node]:
-    nodes, parent = [], ROOT
-    for start, end in pairwise(cuts):
-        tokens = array("i", range(seed + start, seed + end))
-        nodes.append(Node(node_id(parent, tokens), parent, start, tokens))
-        parent = nodes[-1].id
-    return nodes
-
-
-def ids(nodes: list[Node]) -> list[NodeId]:
-    return [node.id for node in nodes]
-
-
-def written(folder: Path, rows: KvRows, nodes: list[Node]) -> None:
-    """Leaves the nodes' files of lane 0 in the folder."""
-    with disk(folder, rows) as tier:
-        assert HostStore(records_of(rows), PLENTY, tier).store(0, nodes) == ()
-        assert tier.flush(10)
-        assert all(id_ in tier for id_ in ids(nodes))
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
-
-
-def file_of(folder: Path, node: Node) -> Path:
-    return folder / f"{node.id.hex()}.0-2.kv"
-
-
-def same_rows(rows: KvRows, end: int) -> bool:
-    return all(
-        torch.equal(left, right)
-        for layer in range(rows.layers)
-        for left, right in zip(rows.view(layer, 0, end), rows.view(layer, 1, end), strict=True)
-    )
-
-
-def test_rows_outlive_the_process_and_are_read_when_they_are_loaded(tmp_path: Path) -> None:
-    rows, nodes = kv_rows(), chain(0, 64, 128, 150)
-    written(tmp_path, rows, nodes)
-    assert [path.name for path in files(tmp_path)] == sorted(f"{n.id.hex()}.0-2.kv" for n in nodes)
-    with disk(tmp_path, rows) as tier:
-        store = HostStore(records_of(rows), PLENTY, tier)
+def test_rows_outlive_the_process_and_are_read_when_they_are_loaded(rig) -> None:
+    nodes = rig.chain(0, 64, 128, 150)
+    rig.written(nodes)
+    assert [path.name for path in rig.files()] == sorted(f"{n.id.hex()}.0-2.kv" for n in nodes)
+    with rig.disk() as shelf:
+        store = rig.store(shelf)
         assert store.on_disk() == tuple(nodes)
-        assert (store.nbytes, store.missing(ids(nodes))) == (0, ())
-        assert store.fetch(ids(nodes)) == ()
-        store.load(1, 0, 150, ids(nodes))
-        assert same_rows(rows, 150)
-        assert store.nbytes == 150 * ROW_BYTES
+        assert (store.nbytes, store.missing(rig.ids(nodes))) == (0, ())
+        assert store.fetch(rig.ids(nodes)) == ()
+        store.load(1, 0, 150, rig.ids(nodes))
+        assert rig.same_rows(150)
+        assert store.nbytes == 150 * rig.row_bytes
 
 
 def cut(end: int):
@@ -114,15 +41,18 @@ def become_a_folder(path: Path) -> None:
     path.mkdir()
 
 
+def beside(path: Path) -> Path:
+    return next(each for each in path.parent.iterdir() if each != path)
+
+
 def hold_another_node(path: Path) -> None:
-    other = next(each for each in files(path.parent) if each != path)
-    path.write_bytes(other.read_bytes())
+    path.write_bytes(beside(path).read_bytes())
 
 
 def shift(path: Path) -> None:
     """Another first row, behind the parent's id: neither the node's id nor its rows tell."""
     data = path.read_bytes()
-    at = data.index(chain(0, 64)[0].id) + 16
+    at = data.index(bytes.fromhex(beside(path).name[:32])) + 16
     assert data[at] == 64
     flip(at)(path)
 
@@ -144,38 +74,38 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_file_is_a_miss_with_one_log_line(
-    tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
+    rig, damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Damaged while the process runs, after it read the headers."""
-    rows, nodes = kv_rows(), chain(0, 64, 128)
-    written(tmp_path, rows, nodes)
-    with disk(tmp_path, rows) as tier:
-        store = HostStore(records_of(rows), PLENTY, tier)
-        damage(file_of(tmp_path, nodes[1]))
-        assert store.fetch(ids(nodes)) == (nodes[1].id,)
+    nodes = rig.chain(0, 64, 128)
+    rig.written(nodes)
+    with rig.disk() as shelf:
+        store = rig.store(shelf)
+        damage(rig.file_of(nodes[1]))
+        assert store.fetch(rig.ids(nodes)) == (nodes[1].id,)
         assert len(caplog.records) == 1
-        assert store.fetch(ids(nodes)) == (nodes[1].id,)
+        assert store.fetch(rig.ids(nodes)) == (nodes[1].id,)
         assert len(caplog.records) == 1
-        assert store.missing(ids(nodes)) == (nodes[1].id,)
+        assert store.missing(rig.ids(nodes)) == (nodes[1].id,)
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_file_that_was_damaged_before_the_start_is_never_a_wrong_row(
-    tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
+    rig, damage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows, nodes = kv_rows(), chain(0, 64, 128)
-    written(tmp_path, rows, nodes)
-    damage(file_of(tmp_path, nodes[1]))
-    with disk(tmp_path, rows) as tier:
-        store = HostStore(records_of(rows), PLENTY, tier)
+    nodes = rig.chain(0, 64, 128)
+    rig.written(nodes)
+    damage(rig.file_of(nodes[1]))
+    with rig.disk() as shelf:
+        store = rig.store(shelf)
         assert nodes[0] in store.on_disk()
-        assert store.fetch(ids(nodes)) == (nodes[1].id,)
-        assert store.missing(ids(nodes)) == (nodes[1].id,)
+        assert store.fetch(rig.ids(nodes)) == (nodes[1].id,)
+        assert store.missing(rig.ids(nodes)) == (nodes[1].id,)
         assert len(caplog.records) == (0 if damage is Path.unlink else 1)
         # It can be stored anew, unless something that is no file stands in its place.
         assert store.store(0, nodes) == ()
-        assert tier.flush(10)
-        assert (nodes[1].id in tier) is (damage is not become_a_folder)
+        assert shelf.flush(10)
+        assert (nodes[1].id in shelf) is (damage is not become_a_folder)
 
 
 OTHERS = {"fingerprint": "x", "dtype": "bfloat16", "shapes": ((2, 8, 8), (2, 2, 3)), "recipe": "x"}
@@ -183,40 +113,40 @@ OTHERS = {"fingerprint": "x", "dtype": "bfloat16", "shapes": ((2, 8, 8), (2, 2, 
 
 @pytest.mark.parametrize(("name", "value"), OTHERS.items(), ids=OTHERS.keys())
 def test_rows_of_another_kind_are_ignored_and_go_first(
-    tmp_path: Path, name: str, value: object, caplog: pytest.LogCaptureFixture
+    rig, name: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows, nodes, others = kv_rows(), chain(0, 64, 128), chain(0, 64, 128, seed=1000)
-    written(tmp_path, rows, nodes)
-    kind = replace(KIND, **{name: value})
-    budget = sum(path.stat().st_size for path in files(tmp_path)) + 64
-    with disk(tmp_path, rows, budget, kind) as tier:
-        assert tier.nodes() == ()
-        assert all(tier.read(id_) is None for id_ in ids(nodes))
+    nodes, others = rig.chain(0, 64, 128), rig.chain(0, 64, 128, seed=1000)
+    rig.written(nodes)
+    kind = replace(rig.kind, **{name: value})
+    budget = sum(path.stat().st_size for path in rig.files()) + 64
+    with rig.disk(budget, kind) as shelf:
+        assert shelf.nodes() == ()
+        assert not any(rig.read(shelf, node) for node in nodes)
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
-        HostStore(records_of(rows), PLENTY, tier).store(0, others)
-        assert tier.flush(10)
-    assert [path.name[:32] for path in files(tmp_path)] == sorted(n.id.hex() for n in others)
+        rig.store(shelf).store(0, others)
+        assert shelf.flush(10)
+    assert [path.name[:32] for path in rig.files()] == sorted(n.id.hex() for n in others)
 
 
-def test_stages_share_a_folder(tmp_path: Path) -> None:
-    rows, nodes = kv_rows(), chain(0, 64)
-    written(tmp_path, rows, nodes)
-    with disk(tmp_path, rows, kind=replace(KIND, first=2, last=4)) as second:
+def test_stages_share_a_folder(rig) -> None:
+    nodes = rig.chain(0, 64)
+    rig.written(nodes)
+    with rig.disk(kind=replace(rig.kind, first=2, last=4)) as second:
         assert second.nodes() == ()
-        HostStore(records_of(rows), PLENTY, second).store(0, nodes)
+        rig.store(second).store(0, nodes)
         assert second.flush(10)
-        assert len(files(tmp_path)) == 2
+        assert len(rig.files()) == 2
         second.drop(nodes[0].id)
         assert second.flush(10)
-    assert files(tmp_path) == [file_of(tmp_path, nodes[0])]
+    assert rig.files() == [rig.file_of(nodes[0])]
 
 
-def test_a_partial_file_of_a_crash_is_removed(tmp_path: Path) -> None:
-    rows, nodes = kv_rows(), chain(0, 64)
-    written(tmp_path, rows, nodes)
-    path = file_of(tmp_path, nodes[0])
+def test_a_partial_file_of_a_crash_is_removed(rig) -> None:
+    nodes = rig.chain(0, 64)
+    rig.written(nodes)
+    path = rig.file_of(nodes[0])
     path.rename(path.with_name(path.name + ".part"))
-    (tmp_path / "notes.txt").write_text("not ours")
-    with disk(tmp_path, rows) as tier:
-        assert tier.nodes() == ()
-    assert [path.name for path in files(tmp_path)] == ["notes.txt"]
+    (rig.folder / "notes.txt").write_text("not ours")
+    with rig.disk() as shelf:
+        assert shelf.nodes() == ()
+    assert [path.name for path in rig.files()] == ["notes.txt"]

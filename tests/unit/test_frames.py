@@ -62,7 +62,7 @@ def test_a_frame_counts_the_rows_of_all_lanes() -> None:
         ({"tokens": ()}, "segment is empty"),
         ({"tokens": (1, -1)}, "token id is negative"),
         ({"tokens": (1 << 31,)}, "token id is too large"),
-        ({"kind": SegmentKind.VERIFY}, "a VERIFY segment needs a sampling spec"),
+        ({"kind": SegmentKind.VERIFY}, "a segment that samples needs a sampling spec"),
     ],
 )
 def test_an_illegal_segment_does_not_construct(changes: dict[str, object], message: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from coordinator.frames import Epoch, Frame, JobId, LaneId, OpenLane, Segment, SegmentKind, Seq
 from coordinator.lanes import LaneChoice, LaneTable
-from coordinator.ledger import Ledger, digest_of
+from coordinator.ledger import Ledger
+from coordinator.prefixes import digest_of
 from coordinator.requests import SessionId
 
 _A, _B = SessionId("a"), SessionId("b")
 _HEAD = tuple(range(100, 120))
+_MOST = 99  # rows that may be reused: more than any prompt here has
 
 
 def _table(lanes: int) -> tuple[Ledger, LaneTable]:
@@ -34,40 +36,44 @@ def _seat(
 def test_a_session_goes_on_in_its_own_lane() -> None:
     ledger, table = _table(3)
     _seat(table, ledger, 1, _A, (*_HEAD, 1, 2, 3))
-    choice = table.choose((*_HEAD, 1, 2, 3, 9), _A, reuse=True)
+    choice = table.choose((*_HEAD, 1, 2, 3, 9), _A, reuse=True, most=_MOST)
     assert choice == LaneChoice(LaneId(1), 23)
 
 
 def test_one_token_is_always_computed() -> None:
     ledger, table = _table(1)
     _seat(table, ledger, 0, _A, _HEAD)
-    assert table.choose(_HEAD, _A, reuse=True) == LaneChoice(LaneId(0), len(_HEAD) - 1)
+    assert table.choose(_HEAD, _A, reuse=True, most=len(_HEAD) - 1) == LaneChoice(
+        LaneId(0), len(_HEAD) - 1
+    )
 
 
 def test_another_sessions_tail_is_copied_around_not_overwritten() -> None:
     ledger, table = _table(2)
     _seat(table, ledger, 0, _A, (*_HEAD, 1, 2, 3))
-    choice = table.choose((*_HEAD, 7, 8), _B, reuse=True)
+    choice = table.choose((*_HEAD, 7, 8), _B, reuse=True, most=_MOST)
     assert choice == LaneChoice(LaneId(1), 20, copy_from=LaneId(0))
 
 
 def test_a_lane_that_is_wholly_a_prefix_is_extended_in_place() -> None:
     ledger, table = _table(2)
     _seat(table, ledger, 0, _A, _HEAD)
-    assert table.choose((*_HEAD, 7, 8), _B, reuse=True) == LaneChoice(LaneId(0), 20)
+    assert table.choose((*_HEAD, 7, 8), _B, reuse=True, most=_MOST) == LaneChoice(LaneId(0), 20)
 
 
 def test_a_short_shared_prefix_is_not_worth_a_copy() -> None:
     ledger, table = _table(2)
     _seat(table, ledger, 0, _A, (5, 6, 7, 1, 2, 3))
-    assert table.choose((5, 6, 7, 8, 9), _B, reuse=True) == LaneChoice(LaneId(1), 0)
+    assert table.choose((5, 6, 7, 8, 9), _B, reuse=True, most=_MOST) == LaneChoice(LaneId(1), 0)
 
 
 def test_the_idle_lane_used_longest_ago_is_overwritten() -> None:
     ledger, table = _table(2)
     _seat(table, ledger, 1, _A, (1, 2, 3))
     _seat(table, ledger, 0, _B, (4, 5, 6))
-    assert table.choose((7, 8, 9), SessionId("c"), reuse=True) == LaneChoice(LaneId(1), 0)
+    assert table.choose((7, 8, 9), SessionId("c"), reuse=True, most=_MOST) == LaneChoice(
+        LaneId(1), 0
+    )
 
 
 def test_a_closed_session_gives_its_lane_up_first() -> None:
@@ -75,21 +81,23 @@ def test_a_closed_session_gives_its_lane_up_first() -> None:
     _seat(table, ledger, 1, _A, (1, 2, 3))
     _seat(table, ledger, 0, _B, (4, 5, 6))
     table.disown(_B)
-    assert table.choose((7, 8, 9), SessionId("c"), reuse=True) == LaneChoice(LaneId(0), 0)
+    assert table.choose((7, 8, 9), SessionId("c"), reuse=True, most=_MOST) == LaneChoice(
+        LaneId(0), 0
+    )
 
 
 def test_a_busy_lane_is_never_given_away_but_may_be_copied_from() -> None:
     ledger, table = _table(2)
     table.take(LaneChoice(LaneId(0), 0), JobId(1), _A)
     _fill(ledger, 0, (*_HEAD, 1))
-    choice = table.choose((*_HEAD, 1, 2), _A, reuse=True)
+    choice = table.choose((*_HEAD, 1, 2), _A, reuse=True, most=_MOST)
     assert choice == LaneChoice(LaneId(1), 21, copy_from=LaneId(0))
     assert choice is not None
     table.take(choice, JobId(2), _A)
-    assert table.choose((*_HEAD, 1, 2), _A, reuse=True) is None
+    assert table.choose((*_HEAD, 1, 2), _A, reuse=True, most=_MOST) is None
 
 
 def test_a_request_without_reuse_starts_at_row_0() -> None:
     ledger, table = _table(1)
     _seat(table, ledger, 0, _A, _HEAD)
-    assert table.choose((*_HEAD, 1), _A, reuse=False) == LaneChoice(LaneId(0), 0)
+    assert table.choose((*_HEAD, 1), _A, reuse=False, most=_MOST) == LaneChoice(LaneId(0), 0)

@@ -17,7 +17,8 @@ from coordinator.frames import (
     SegmentKind,
     Seq,
 )
-from coordinator.ledger import Applied, Ledger, Standing, common_prefix, digest_of
+from coordinator.ledger import Applied, Ledger, Standing
+from coordinator.prefixes import common_prefix, digest_of
 from coordinator.requests import GREEDY
 
 A, B = LaneId(0), LaneId(1)

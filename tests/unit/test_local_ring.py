@@ -22,7 +22,7 @@ from coordinator.frames import (
     SegmentKind,
     Seq,
 )
-from coordinator.ledger import digest_of
+from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
 from stage import build
 from stage.build import StageReport, build_stage, ring_info

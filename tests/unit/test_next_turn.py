@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from coordinator.clock import SystemClock
 from coordinator.config import SchedulerSettings
 from coordinator.driver import RingDriver
-from coordinator.ledger import common_prefix
+from coordinator.prefixes import common_prefix
 from coordinator.requests import GREEDY, SessionId
 from coordinator.router import Router
 from coordinator.sessions import History

@@ -25,8 +25,9 @@ from coordinator.frames import (
     Seq,
     StoreNodes,
 )
-from coordinator.ledger import Applied, Ledger, Standing, digest_of
+from coordinator.ledger import Applied, Ledger, Standing
 from coordinator.nodes import NodeTable, node_id, root_of
+from coordinator.prefixes import digest_of
 
 A, B = LaneId(0), LaneId(1)
 ROOT = root_of("model")

@@ -113,6 +113,14 @@ def test_layers_without_attention_keep_no_rows(tmp_path: Path) -> None:
     assert [bool(row) for row in read_footprint(folder, "float32").kv_row_bytes] == [0, 1, 0, 1]
 
 
+def test_the_plan_says_how_many_rows_a_gib_of_the_store_holds() -> None:
+    # Eight layers of 1 KiB a row on two stages: the store of either holds 4 KiB for each row.
+    planned = plan_footprint(footprint(8), 2, 4, 1000, (PLENTY, PLENTY))
+    assert planned.store_rows_per_gib == GIB // 4096
+    recurrent = plan_footprint(footprint(8, kv_row_bytes=(0,) * 8), 2, 4, 1000, (PLENTY, PLENTY))
+    assert recurrent.store_rows_per_gib == 0
+
+
 def test_the_text_part_of_a_multimodal_config_is_read(tmp_path: Path) -> None:
     folder = write_model(tmp_path, head=True, config={"text_config": CONFIG})
     assert read_footprint(folder, "float32").n_layers == 4

@@ -29,8 +29,8 @@ from coordinator.frames import (
     Seq,
     StoreNodes,
 )
-from coordinator.ledger import digest_of
 from coordinator.nodes import Node, node_id, root_of
+from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
 from fakering import texts
 from stage.build import build_stage, ring_info
@@ -185,7 +185,7 @@ def test_a_node_is_dropped_in_the_order_of_the_ops(chain: Chain) -> None:
 def test_what_one_stage_has_no_room_for_is_lost(chain: Chain) -> None:
     narrow = chain.stages[1].store
     row_bytes = 2 * 2 * (16 + 16) * 4  # two layers, two heads
-    narrow.budget = 70 * row_bytes
+    narrow._kept.budget = 70 * row_bytes
     assert narrow.capacity_rows == 70
     reply = chain.store()
     assert narrow.nbytes == 64 * row_bytes

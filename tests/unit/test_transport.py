@@ -39,7 +39,7 @@ from coordinator.frames import (
     StageTiming,
     StoreNodes,
 )
-from coordinator.ledger import digest_of
+from coordinator.prefixes import digest_of
 from coordinator.requests import RowLogprobs, SamplingSpec
 from stage import wire
 from stage.messages import Delivery, FrameMessage, Garbled, Message, ReplyMessage

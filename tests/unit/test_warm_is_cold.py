@@ -15,11 +15,10 @@ from coordinator.clock import SystemClock
 from coordinator.config import SchedulerSettings
 from coordinator.driver import RingDriver
 from coordinator.events import Send
-from coordinator.frames import CopyRows, LoadNodes, OpenLane
+from coordinator.frames import CopyRows, Frame, LoadNodes, OpenLane, Segment, SegmentKind
 from coordinator.requests import Request, SessionId
 from stage.config import RingConfig
 from stage.local_ring import LocalRing
-from stage.model.slice import RowBatch, SliceOutput
 
 DIALOGUES = 200
 RESTART_EVERY = 50
@@ -32,16 +31,17 @@ class Watched:
         self.driver = driver
         self.logits: list[Tensor] = []
         self.sources: Counter[str] = Counter()
-        model = ring._threads[-1].stage.model
-        forward = model.forward
+        memos = ring._threads[-1].stage._memos
+        merged = memos.merged
 
-        def seen(batch: RowBatch, hidden: Tensor | None = None) -> SliceOutput:
-            output = forward(batch, hidden)
-            if output.logits is not None and len(output.logits):
-                self.logits.append(output.logits[-1].clone())
+        def seen(taken: tuple[Segment, ...], logits: Tensor | None) -> Tensor | None:
+            """What is sampled from, be it computed or recalled."""
+            output = merged(taken, logits)
+            if output is not None and len(output):
+                self.logits.append(output[-1].clone())
             return output
 
-        model.forward = seen  # type: ignore[method-assign]
+        memos.merged = seen  # type: ignore[method-assign]
         core = driver._scheduler
         assert core is not None
         self._ops_from(core)
@@ -52,11 +52,17 @@ class Watched:
         def noted(event: object) -> list[object]:
             actions: list[object] = on(event)
             for action in actions:
-                for op in action.frame.ops if isinstance(action, Send) else ():
-                    self._note(op)
+                if isinstance(action, Send):
+                    self._note_all(action.frame)
             return actions
 
         core.on = noted  # type: ignore[attr-defined]
+
+    def _note_all(self, frame: Frame) -> None:
+        for op in frame.ops:
+            self._note(op)
+        recalled = (s.kind is SegmentKind.RECALL for s in frame.segments)
+        self.sources["a memo"] += sum(recalled)
 
     def _note(self, op: object) -> None:
         if isinstance(op, LoadNodes):
@@ -119,6 +125,7 @@ async def test_warm_logits_are_those_of_a_cold_run_wherever_the_prefix_came_from
             sources += ring.sources
     assert min(sources["store"], sources["a lane"]) > 20, sources
     assert sources["another lane"] > 0, sources
+    assert sources["a memo"] > 5, sources
     assert behind_restart > 0
 
 
