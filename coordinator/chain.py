@@ -185,6 +185,7 @@ class ChainIndex:
         `ends`: row counts at which a node shall end too, with a checkpoint where layers need one; `most`: how many
         nodes at once. The caller sends them, behind what take_drops() gives.
         """
+        self._tick += 1
         wanted = tuple(islice(self._missing(tokens, ends), most))
         keep = frozenset(self._path(tokens))
         made: list[NodeSpan] = []

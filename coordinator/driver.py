@@ -27,6 +27,7 @@ from coordinator.errors import (
     RingLost,
     RingserveError,
     RingUnavailable,
+    StageLost,
 )
 from coordinator.events import (
     Action,
@@ -271,6 +272,10 @@ class RingDriver:
             # The rim: a bug of ours costs this ring its jobs, never the process its other rings.
             _log.critical("ring=%s event=%s", self.name, type(event).__name__, exc_info=broken)
             actions = self._scheduler.on(RingDown(str(broken), self._clock.now()))
+            # The broken event may have ended jobs, and what it had to say of them is lost.
+            told = {action.job for action in actions if isinstance(action, Fail)}
+            unheard = [job for job in self._jobs if job not in told]
+            actions = [*actions, *(Fail(job, StageLost(str(broken))) for job in unheard)]
         for action in actions:
             self._carry_out(action)
 

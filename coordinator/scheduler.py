@@ -45,7 +45,7 @@ from coordinator.events import (
     story_line,
 )
 from coordinator.fairness import FairQueue
-from coordinator.foresight import AHEAD, Foresight
+from coordinator.foresight import Foresight
 from coordinator.frames import (
     Epoch,
     Frame,
@@ -234,7 +234,7 @@ class Scheduler:
         answers = {answer.lane: answer for answer in reply.segments}
         for segment in frame.segments:
             job = self._jobs.get(segment.job)
-            if segment.job == AHEAD and _refusal_of(segment.lane, reply) is not None:
+            if job is None and _refusal_of(segment.lane, reply) is not None:
                 self._foresight.refused(segment.lane)
             if job is not None and job.expects(reply.seq):
                 self._answer(job, segment, answers.get(segment.lane), reply, now)

@@ -93,7 +93,10 @@ class ChatRenderer:
             return RenderedPrompt(text, ids)
         boundaries = self._openers.boundaries(ids, talk.messages, rendered)
         anchor = self._heads.anchor(messages, tools, args, text, ids)
-        return RenderedPrompt(text, ids, boundaries, anchor, len(talk.messages) - len(messages))
+        shift = len(talk.messages) - len(messages)
+        if anchor and not shift and not leading(messages):
+            boundaries = _behind(anchor, boundaries)
+        return RenderedPrompt(text, ids, boundaries, anchor, shift)
 
     def prefix(
         self, messages: Sequence[Message], tools: Sequence[Tool], args: Mapping[str, object]
@@ -114,6 +117,13 @@ class ChatRenderer:
     ) -> str:
         talk = conversation(messages, tools, self.abilities)
         return _guarded(self._template, talk.messages, talk.tools, args, generate=False)
+
+
+def _behind(head: int, boundaries: tuple[int, ...]) -> tuple[int, ...]:
+    """The first message begins behind a head of tools that the template renders by itself: it is nobody's message."""
+    if len(boundaries) > 1 and boundaries[1] <= head:
+        return boundaries
+    return (head, *boundaries[1:])
 
 
 def _check_args(args: Mapping[str, object]) -> None:

@@ -163,6 +163,7 @@ def test_tools_alone_are_a_head(shapes: Shapes) -> None:
     prompt = render(shapes.of(STRICT), TALK[1:], [WEATHER])
     assert head_of(prompt) == prompt.text[: prompt.text.index("<|im_start|>user")]
     assert "get_weather" in head_of(prompt)
+    assert prompt.boundaries[0] == prompt.anchor, "the tools are not the first message's text"
 
 
 def test_without_system_prompt_and_tools_there_is_no_head(

@@ -12,6 +12,7 @@ import pytest
 from coordinator.config import SchedulerSettings
 from coordinator.driver import RingDriver
 from coordinator.errors import (
+    BrokenInvariant,
     Cancelled,
     DeadlineExceeded,
     RingserveError,
@@ -240,3 +241,24 @@ async def test_without_a_ring_the_router_says_why() -> None:
             await clock.drive(_read(router.submit(Request(_PROMPT))))
         with pytest.raises(RingUnavailable, match="stage 0"):
             router.submit(Request(_PROMPT))
+
+
+async def test_a_job_that_ended_in_the_event_that_broke_the_ring_is_told_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What such an event had to say is lost: without a word of its own, its reader would wait for ever."""
+    clock = VirtualClock()
+    async with _driver(clock) as driver:
+        core = driver._scheduler
+        assert core is not None
+        right = core._pump
+
+        def broken(now: float) -> None:
+            right(now)
+            if not core.running and core.counts.frames > 1 and core.down is None:
+                raise BrokenInvariant("planted", ())
+
+        monkeypatch.setattr(core, "_pump", broken)
+        with pytest.raises(StageLost, match="planted"):
+            await clock.drive(_read(driver.submit(Request(_PROMPT, max_new_tokens=3))))
+    assert driver.status().busy_lanes == 0
