@@ -184,6 +184,11 @@ class RingDriver:
         if self._scheduler is not None:
             self._handle(SessionClosed(session, self._clock.now()))
 
+    @property
+    def remakes_rows(self) -> bool:
+        """Whether an idle ring has to compute rows anew that are there already: they depend on their shapes."""
+        return self._scheduler is not None and not self._ring.capacity().exact
+
     def foresee(self, wish: Wish) -> None:
         """What a session's next request begins with; its rows are computed while the ring is idle."""
         if self._scheduler is not None and not self._draining:

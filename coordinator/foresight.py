@@ -4,13 +4,17 @@ Decides what is computed ahead and in which lane: only in the session's own, onl
 one frame at a time, so that real work waits for one frame at most. It holds no lane: each frame opens it anew at what
 the ledger has, and whoever comes in between is served as if nothing had been planned. A guess that proves wrong costs
 rows that nobody wanted, never a token.
+
+On a ring whose rows depend on the shapes they were computed in, rows are made anew as well: those that no whole chunk
+of the next prompt's cut plan made, such as all that were generated.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from coordinator.config import SchedulerSettings
 from coordinator.cuts import cut_plan, next_cut
@@ -18,12 +22,15 @@ from coordinator.frames import JobId, LaneId, OpenLane, Segment, SegmentKind
 from coordinator.lanes import LaneTable
 from coordinator.ledger import Ledger
 from coordinator.prefixes import digest_of
-from coordinator.requests import SessionId
+from coordinator.requests import Request, SessionId
 
 # The job of every frame that serves nobody yet: replies to it concern no client.
 AHEAD = JobId(-1)
 # Sessions whose next rows are known and not there yet; the oldest wish is forgotten first.
 _MOST_WISHES = 64
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +56,44 @@ class Step:
 
 
 class Foresight:
-    def __init__(self, ledger: Ledger, lanes: LaneTable, settings: SchedulerSettings) -> None:
+    """`exact`: as in RingInfo."""
+
+    def __init__(
+        self, ledger: Ledger, lanes: LaneTable, settings: SchedulerSettings, *, exact: bool
+    ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._settings = settings
+        self._exact = exact
         self._wishes: OrderedDict[SessionId, Wish] = OrderedDict()
+        # Rows from the first on that whole chunks made, by session; of an exact ring all are as good.
+        self._whole: OrderedDict[SessionId, int] = OrderedDict()
 
     def wish(self, wish: Wish) -> None:
         """Takes the place of the session's earlier one."""
         self.forget(wish.session)
-        if len(wish.tokens) <= self._ledger.max_rows:
+        if not self._exact:
+            # What is behind its last cut lies in a chunk that ends elsewhere in the real prompt.
+            wish = replace(
+                wish, tokens=wish.tokens[: self._last_cut(len(wish.tokens), wish.boundaries)]
+            )
+        if 0 < len(wish.tokens) <= self._ledger.max_rows:
             self._wishes[wish.session] = wish
-        while len(self._wishes) > _MOST_WISHES:
-            self._wishes.popitem(last=False)
+        _keep_latest(self._wishes)
+
+    def ended(self, request: Request, cached_prefix: int) -> None:
+        """A job has ended that computed its prompt from `cached_prefix` on; wishes of before it are void."""
+        session = request.session
+        self.forget(session)
+        if self._exact or session is None:
+            return
+        cuts = (0, *self._cuts(len(request.prompt), request.boundaries))
+        before = self._whole.pop(session, cached_prefix)
+        begun = max(cut for cut in cuts if cut <= cached_prefix)
+        # A chunk that was begun in its middle is another shape than the whole one.
+        went_on = cached_prefix <= before and begun == cached_prefix
+        self._whole[session] = cuts[-2] if went_on else min(before, begun)
+        _keep_latest(self._whole)
 
     def forget(self, session: SessionId | None) -> None:
         """The session's next request has come, or never will."""
@@ -75,27 +107,48 @@ class Foresight:
             if lane is None or self._lanes.is_busy(lane):
                 self.forget(wish.session)
                 continue
-            depth = self._ledger.restore_point(lane, wish.tokens, len(wish.tokens))
+            depth = self._depth(wish, lane)
             if depth == len(wish.tokens):
                 self.forget(wish.session)
                 continue
             opening = OpenLane(lane, AHEAD, depth, digest_of(wish.tokens[:depth]))
-            tokens = wish.tokens[depth : self._end(wish, depth)]
+            tokens = wish.tokens[
+                depth : next_cut(self._cuts(len(wish.tokens), wish.boundaries), depth)
+            ]
+            if not self._exact:
+                self._whole[wish.session] = depth + len(tokens)
             return Step(wish, opening, Segment(lane, AHEAD, depth, tokens, SegmentKind.PREFILL))
         return None
+
+    def _depth(self, wish: Wish, lane: LaneId) -> int:
+        """From where on rows are to be computed."""
+        held = self._ledger.restore_point(lane, wish.tokens, len(wish.tokens))
+        whole = self._whole.get(wish.session, held)
+        if whole >= held:
+            return held
+        # Recurrent layers may not be able to go back there: their rows stay as they are.
+        return self._ledger.restore_point(lane, wish.tokens, whole) or (held if whole else 0)
 
     def refused(self, lane: LaneId) -> None:
         """Some stage does not hold what we believed. A job that has the lane by now is told by its own opening."""
         if not self._lanes.is_busy(lane):
             self._ledger.truncate(lane, 0)
 
-    def _end(self, wish: Wish, depth: int) -> int:
-        """Where the cut plan has it, so that rows are those that the request itself would compute."""
+    def _cuts(self, n_tokens: int, boundaries: Sequence[int]) -> tuple[int, ...]:
+        """Where the cut plan has them, so that rows are those that the request itself would compute."""
         settings = self._settings
-        plan: Sequence[int] = cut_plan(
-            len(wish.tokens),
-            wish.boundaries,
+        return cut_plan(
+            n_tokens,
+            boundaries,
             chunk_rows=settings.chunk_rows,
             min_chunk_rows=settings.min_chunk_rows,
         )
-        return next_cut(plan, depth)
+
+    def _last_cut(self, n_tokens: int, boundaries: Sequence[int]) -> int:
+        """Where the last chunk begins; each one before it is a chunk of every longer prompt too."""
+        return (0, *self._cuts(n_tokens, boundaries))[-2]
+
+
+def _keep_latest(known: OrderedDict[SessionId, _T]) -> None:
+    while len(known) > _MOST_WISHES:
+        known.popitem(last=False)

@@ -87,6 +87,11 @@ class Router:
     def remember(self, session: SessionId, history: History) -> None:
         self._sessions.remember(session, history)
 
+    def remakes_rows(self, session: SessionId) -> bool:
+        """Whether the session's ring has use for wishes whose rows it holds: RingDriver.remakes_rows."""
+        driver = self._drivers.get(self._sessions.ring(session) or "")
+        return driver is not None and driver.remakes_rows
+
     def foresee(self, wish: Wish) -> None:
         """Tells the session's ring what its next prompt begins with."""
         driver = self._drivers.get(self._sessions.ring(wish.session) or "")

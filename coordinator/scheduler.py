@@ -94,7 +94,7 @@ class Scheduler:
         self._down: str | None = None
         self._barren_epochs = 0
         self._costs = Costs(info.stages)
-        self._foresight = Foresight(self.ledger, self.lanes, settings)
+        self._foresight = Foresight(self.ledger, self.lanes, settings, exact=info.exact)
         self._filler = Filler(info, settings, self._costs, self._admission.memos)
         self._counter = Counter(info.stages)
         self._story: deque[str] = deque(maxlen=_STORY_EVENTS)
@@ -308,7 +308,7 @@ class Scheduler:
         # Frames that still speculate for a job that has ended are as void as those of a failed guess.
         still_out = job.in_flight if job.phase is Phase.DECODE else 0
         self._counter.drafts(job.drafted, job.accepted, job.discarded + still_out)
-        self._foresight.forget(job.request.session)
+        self._foresight.ended(job.request, job.cached_prefix)
         self._admission.leave(job)
 
     def _pump(self, now: float) -> None:

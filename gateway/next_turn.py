@@ -21,15 +21,22 @@ _NEXT = (Message("user", "Alpha"), Message("user", "0"))
 
 
 def next_wish(
-    tokenizer: ChatTokenizer, session: SessionId, prompt: ChatPrompt, said: str, history: History
+    tokenizer: ChatTokenizer,
+    session: SessionId,
+    prompt: ChatPrompt,
+    said: str,
+    history: History,
+    *,
+    remade: bool = False,
 ) -> Wish | None:
     """None where the rows are there already, or the template refuses: the next turn will tell.
 
-    `said` is the answer's text as its client got it, `history` what the session's rows hold.
+    `said` is the answer's text as its client got it, `history` what the session's rows hold. `remade`: rows that are
+    there are wanted all the same.
     """
     try:
         one = _rendered(tokenizer, prompt, said, history, _NEXT[0])
-        if one.text.startswith(history.text):
+        if one.text.startswith(history.text) and not remade:
             return None
         other = _rendered(tokenizer, prompt, said, history, _NEXT[1])
     except InvalidValue:

@@ -314,7 +314,15 @@ class GenerationService:
         if session is None or not isinstance(source, ChatPrompt):
             return
         with suppress(QueueFull):
-            asking = partial(next_wish, self._tokenizer, session, source, said, history)
+            asking = partial(
+                next_wish,
+                self._tokenizer,
+                session,
+                source,
+                said,
+                history,
+                remade=self._router.remakes_rows(session),
+            )
             self._workers.run(asking).add_done_callback(self._foreseen)
 
     def _foreseen(self, asked: asyncio.Future[Wish | None]) -> None:
