@@ -1,4 +1,4 @@
-"""Where rows depend on the shapes they were computed in, an idle ring makes generated ones anew, as a cold run would."""
+"""Where rows depend on the shapes they were computed in, an idle ring makes generated ones anew, as a cold run does."""
 
 from __future__ import annotations
 
