@@ -28,6 +28,7 @@ from gateway.flags import (
     DtypeFlag,
     GrpcPort,
     Host,
+    HttpPort,
     Insecure,
     Json,
     KvDisk,
@@ -46,7 +47,7 @@ from gateway.flags import (
     Stages,
     Verbose,
 )
-from gateway.settings import GrpcSettings, ServeSettings
+from gateway.settings import GrpcSettings, HttpSettings, ServeSettings
 
 app = typer.Typer(
     name="ringserve",
@@ -62,6 +63,7 @@ app.add_typer(cache_app, name="cache")
 
 _DEFAULTS = ServeSettings(model="default")
 _GRPC = GrpcSettings()
+_HTTP = HttpSettings()
 _SCHEDULER = SchedulerSettings()
 _CHAT = ChatOptions(address="")
 
@@ -104,6 +106,7 @@ def serve(
     kv_disk_bytes: KvDiskBytes = _DEFAULTS.kv_disk_bytes,
     host: Host = _GRPC.host,
     grpc_port: GrpcPort = _GRPC.port,
+    http_port: HttpPort = _HTTP.port,
     insecure: Insecure = _GRPC.insecure,
     drain_s: DrainS = _GRPC.drain_s,
     verbose: Verbose = False,
@@ -130,6 +133,7 @@ def serve(
             kv_disk_bytes=kv_disk_bytes,
             scheduler=SchedulerSettings(max_drafts=drafts, queue_limit=queue_limit),
             grpc=GrpcSettings(host=host, port=grpc_port, insecure=insecure, drain_s=drain_s),
+            http=HttpSettings(host=host, port=http_port, insecure=insecure, drain_s=drain_s),
         )
         from gateway.serve import serve_until_interrupted
 

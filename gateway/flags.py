@@ -117,6 +117,13 @@ KvDiskBytes = Annotated[
     ),
 ]
 Host = Annotated[str, typer.Option(envvar="RINGSERVE_HOST", help="The address to listen on.")]
+HttpPort = Annotated[
+    int,
+    typer.Option(
+        envvar="RINGSERVE_HTTP_PORT",
+        help="The port of OpenAI's API, on the same host; 0: a free one.",
+    ),
+]
 GrpcPort = Annotated[
     int, typer.Option(envvar="RINGSERVE_GRPC_PORT", help="The port to listen on; 0: a free one.")
 ]

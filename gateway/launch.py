@@ -22,6 +22,8 @@ from coordinator.ring import Ring, RingInfo
 from coordinator.router import Router
 from gateway.chat.tokenizer import ChatTokenizer
 from gateway.drafting import open_drafters
+from gateway.fronts import together
+from gateway.http.server import serve_http
 from gateway.models import find_model
 from gateway.progress import ProgressBoard
 from gateway.ray_address import check_ray
@@ -56,6 +58,7 @@ class Running:
     tokenizer: ChatTokenizer
     info: RingInfo
     grpc_address: str
+    http_address: str
     model_dir: Path | None  # None: a ring without a model
 
 
@@ -90,9 +93,14 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
         service = GenerationService(model.name, router, model.tokenizer, clock, rng)
         stack.push_async_callback(rings.stop)
         rings.announce(settings.rings)
-        address = await stack.enter_async_context(serve_grpc(service, settings.grpc, rings))
+        fronts = (
+            serve_grpc(service, settings.grpc, rings),
+            serve_http(service, settings.http),
+        )
+        addresses = await stack.enter_async_context(together(*fronts))
         await rings.start()
-        yield Running(service, router, model.tokenizer, router.info(), address, model.folder)
+        grpc, http = addresses
+        yield Running(service, router, model.tokenizer, router.info(), grpc, http, model.folder)
 
 
 def plan_model(settings: ServeSettings, board: ProgressBoard) -> Plan:

@@ -61,6 +61,7 @@ def ready_line(running: Running, settings: ServeSettings) -> str:
     rings = "ring" if settings.rings == 1 else "rings"
     parts = [
         f"ready: grpc {running.grpc_address}",
+        f"http http://{running.http_address}/v1",
         f"model {running.service.name}",
         f"{settings.rings} {settings.ring} {rings} of {info.stages} stages on {info.devices[0]}",
         f"{info.lanes} lanes x {info.max_rows} rows",

@@ -118,6 +118,22 @@ class GenerationService:
         check_prompt(prompt, self.info().max_rows)
         return await self._workers.run(partial(self._count, prompt))
 
+    async def tokenize(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
+        """The ids that `generate` would find in the prompt. Raises RequestError and BusyError."""
+        self._check_model(model)
+        check_prompt(prompt, self.info().max_rows)
+        read = await self._workers.run(partial(self._reading, prompt, None))
+        return read.token_ids
+
+    async def detokenize(self, ids: tuple[int, ...]) -> str:
+        """Raises RequestError and BusyError."""
+        self._check_ids("tokens", ids)
+        return await self._workers.run(partial(self._tokenizer.decode, ids, skip_special=False))
+
+    def token_text(self, token: int) -> str:
+        """One token's own text; what is half of a character is shown as a replacement character."""
+        return self._tokenizer.decode((token,), skip_special=False)
+
     def _count(self, prompt: Prompt) -> int:
         match prompt:
             case ChatPrompt(messages, tools, args):

@@ -75,6 +75,28 @@ class GrpcSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Where and how the HTTP server listens. Raises InvalidSetting."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    insecure: bool = False  # as in GrpcSettings
+    max_body_bytes: int = 16 * 2**20
+    # Seconds that running requests get to end when the server stops.
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidSetting("http_port", f"must be between 0 and 65535, got {self.port}")
+        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
+            raise InvalidSetting("drain_s", f"must not be negative, got {self.drain_s}")
+        if not (self.insecure or _is_loopback(self.host)):
+            raise InvalidSetting(
+                "host", f"{self.host} can be reached by others; say --insecure to allow it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ServeSettings:
     """One process: a model, its rings and its front. Raises InvalidSetting."""
 
@@ -98,6 +120,7 @@ class ServeSettings:
     kv_disk_bytes: int = KV_DISK_BYTES  # of each stage
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
+    http: HttpSettings = field(default_factory=HttpSettings)
 
     def __post_init__(self) -> None:
         for name, most in (("stages", 1024), ("rings", 1024), ("lanes", 65536)):

@@ -77,8 +77,11 @@ async def serve_grpc(
     await server.start()
     try:
         yield address
-    finally:
-        await _drain(server, health, settings.drain_s)
+    except BaseException:
+        # Whoever is to be gone now has no time for turns; another front may have been draining when that was said.
+        await server.stop(None)
+        raise
+    await _drain(server, health, settings.drain_s)
 
 
 def _bind(server: Any, settings: GrpcSettings) -> str:

@@ -1,0 +1,184 @@
+"""OpenAI's chat and completion bodies to typed turns. Raises InvalidValue with the field's path; renders nothing.
+
+What cannot be honoured is refused rather than ignored, where ignoring it would change an answer's meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from coordinator.errors import InvalidValue
+from coordinator.requests import SamplingSpec, SessionId
+from gateway.chat.messages import Message, Tool, ToolCall
+from gateway.http.fields import Fields
+from gateway.limits import MAX_LOGIT_BIAS, MAX_STOPS, at_most
+from gateway.turns import ChatPrompt, Prompt, TextPrompt, TokenPrompt, TurnRequest
+
+# The bound that OpenAI's API documents is 128; a lane each is more than rings have.
+_MOST_CHOICES = 16
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One body: a turn for each choice, and how the answer is to be sent."""
+
+    turns: tuple[TurnRequest, ...]
+    stream: bool
+    include_usage: bool
+
+
+def chat(body: Fields, session: str | None) -> Asked:
+    _refuse_unserved(body)
+    prompt = ChatPrompt(
+        messages=tuple(_message(each) for each in body.objects("messages")),
+        tools=tuple(_tool(each) for each in body.objects("tools")),
+        template_args=body.plain_object("chat_template_kwargs"),
+    )
+    wanted = body.whole("top_logprobs") or 0 if body.flag("logprobs") else None
+    return _asked(body, prompt, session, wanted)
+
+
+def completion(body: Fields, session: str | None) -> Asked:
+    return _asked(body, _prompt(body), session, body.whole("logprobs"))
+
+
+def tokenized(body: Fields) -> Prompt:
+    """Of /tokenize: messages or a prompt."""
+    if body.has("messages"):
+        return chat(body, None).turns[0].prompt
+    return _prompt(body)
+
+
+def _refuse_unserved(body: Fields) -> None:
+    kind = body.object("response_format").text("type")
+    if kind not in (None, "text"):
+        raise InvalidValue("response_format", f"{kind} is not served yet")
+    choice = body.raw("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise InvalidValue("tool_choice", "only auto and none are served yet")
+
+
+def _asked(body: Fields, prompt: Prompt, session: str | None, logprobs: int | None) -> Asked:
+    asked = body.whole("n")
+    choices = 1 if asked is None else asked
+    if not 1 <= choices <= _MOST_CHOICES:
+        raise InvalidValue("n", f"must be between 1 and {_MOST_CHOICES}, got {choices}")
+    owner = session or body.text("prompt_cache_key")
+    limit = body.whole("max_completion_tokens")
+    seed = body.whole("seed")
+    turn = TurnRequest(
+        prompt=prompt,
+        model=body.text("model") or "",
+        session=SessionId(owner) if owner else None,
+        sampling=_sampling(body, logprobs),
+        seed=None if seed is None else seed % 2**64,
+        max_tokens=body.whole("max_tokens") if limit is None else limit,
+        stop=_stops(body),
+        ignore_eos=body.flag("ignore_eos"),
+    )
+    # One conversation is one session: further choices are branches of it, with seeds of their own.
+    others = (
+        replace(turn, session=None, seed=None if seed is None else (seed + n) % 2**64)
+        for n in range(1, choices)
+    )
+    usage = body.object("stream_options").flag("include_usage")
+    return Asked((turn, *others), body.flag("stream"), usage)
+
+
+def _stops(body: Fields) -> tuple[str, ...]:
+    stops = body.texts("stop")
+    at_most("stop", len(stops), MAX_STOPS, "strings")
+    return tuple(stop for stop in stops if stop)
+
+
+def _sampling(body: Fields, logprobs: int | None) -> SamplingSpec:
+    values = {name: body.number(name) for name in _FLOATS}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    top_k = body.whole("top_k") or 0
+    return SamplingSpec(
+        top_k=max(top_k, 0),  # -1 is off, as clients of other servers write it
+        logit_bias=_bias(body),
+        logprobs=logprobs,
+        **given,
+    )
+
+
+def _bias(body: Fields) -> tuple[tuple[int, float], ...]:
+    entries = body.plain_object("logit_bias")
+    at_most("logit_bias", len(entries), MAX_LOGIT_BIAS, "entries")
+    bias = Fields(entries, "logit_bias")
+    try:
+        return tuple(sorted((int(token), bias.number(token) or 0.0) for token in entries))
+    except ValueError as error:
+        raise InvalidValue("logit_bias", "has a key that is no token id") from error
+
+
+def _prompt(body: Fields) -> Prompt:
+    value = body.raw("prompt")
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return TextPrompt(value)
+    if isinstance(value, list) and value and all(type(token) is int for token in value):
+        return TokenPrompt(tuple(value))
+    raise InvalidValue("prompt", "must be a string or a list of token ids")
+
+
+def _message(message: Fields) -> Message:
+    role = message.text("role")
+    if role is None:
+        raise InvalidValue(message.path("role"), "is missing")
+    return Message(
+        role="tool" if role == "function" else role,
+        content=_content(message),
+        name=message.text("name"),
+        tool_calls=tuple(_call(call) for call in message.objects("tool_calls")),
+        tool_call_id=message.text("tool_call_id"),
+    )
+
+
+def _content(message: Fields) -> str | None:
+    value = message.raw("content")
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidValue(message.path("content"), "must be a string or a list of parts")
+    return "".join(_part(part) for part in message.objects("content"))
+
+
+def _part(part: Fields) -> str:
+    kind = part.text("type") or "text"
+    if kind not in _TEXT_PARTS:
+        raise InvalidValue(part.path("type"), f"{kind} is nothing that this model reads")
+    return part.text("refusal" if kind == "refusal" else "text") or ""
+
+
+def _call(call: Fields) -> ToolCall:
+    function = call.object("function")
+    arguments = function.raw("arguments")
+    if not isinstance(arguments, str | dict | None):
+        raise InvalidValue(function.path("arguments"), "must be JSON text or an object")
+    return ToolCall(_name(function), "{}" if arguments is None else arguments, call.text("id"))
+
+
+def _tool(tool: Fields) -> Tool:
+    function = tool.object("function")
+    parameters = function.plain_object("parameters") or None
+    return Tool(_name(function), function.text("description"), parameters)
+
+
+def _name(function: Fields) -> str:
+    name = function.text("name")
+    if not name:
+        raise InvalidValue(function.path("name"), "is missing")
+    return name

@@ -1,0 +1,79 @@
+"""The HTTP server: where it listens, and how it drains. One event loop with gRPC; it installs no signal handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from coordinator.errors import InvalidSetting
+from gateway.http.app import make_app
+from gateway.service import GenerationService
+from gateway.settings import HttpSettings
+
+# Calls that wait to be accepted.
+_BACKLOG = 1024
+
+
+class _Server(uvicorn.Server):
+    """Signals are gateway/serve.py's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serve_http(service: GenerationService, settings: HttpSettings) -> AsyncIterator[str]:
+    """Listens and yields HOST:PORT; on leaving, running requests get `drain_s` to end. Raises InvalidSetting."""
+    listening = _listen(settings)
+    config = uvicorn.Config(
+        make_app(service, settings.max_body_bytes),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+    )
+    server = _Server(config)
+    host, port = listening.getsockname()[:2]
+    task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
+    try:
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    except BaseException:
+        server.force_exit = True
+        raise
+    finally:
+        await _drain(server, task)
+
+
+async def _drain(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+    """Running requests end, unless somebody wants to be gone."""
+    server.should_exit = True
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        server.force_exit = True
+        await task
+        raise
+
+
+def _listen(settings: HttpSettings) -> socket.socket:
+    host = settings.host.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        # Before the server runs: who is told the address may connect at once.
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        raise InvalidSetting("http_port", f"cannot listen on {host}:{settings.port}") from error
+    return listening
