@@ -98,7 +98,8 @@ class Admission:
         depth = self._ledger.restore_point(job.lane, job.context, self._most(job))
         choice = self._deepen(job, LaneChoice(job.lane, depth))
         if not job.announced and choice.cached_prefix < job.cached_prefix:
-            job.miss = Miss(MissKind.RING_LOST)
+            # Of what came from the store a node was gone; else a stage did not hold what it should.
+            job.miss = Miss(MissKind.EVICTED if job.restored_rows else MissKind.RING_LOST)
         self._open(job, choice)
 
     def _most(self, job: Job) -> int:

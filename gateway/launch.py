@@ -198,6 +198,7 @@ def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig
     device = _device(settings)
     plan = _plan(settings, folder, device)
     plan.check()
+    _check_host_bytes(settings)
     return RingConfig(
         model_dir=folder,
         model=name,
@@ -213,6 +214,16 @@ def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig
         kv_disk_bytes=settings.kv_disk_bytes,
         rings=settings.rings,
     )
+
+
+def _check_host_bytes(settings: ServeSettings) -> None:
+    """Raises InvalidSetting: a store that grows beyond the memory ends in the kernel's hands, hours later."""
+    from stage.host_memory import available_bytes
+
+    wanted, here = settings.kv_host_bytes or 0, _stages_here(settings)
+    if wanted * here > (free := available_bytes()):
+        told = f"{here} stages of {wanted} bytes are more than the {free} that this host has free"
+        raise InvalidSetting("kv_host_bytes", told)
 
 
 def _folder(kv_disk: Path | None) -> Path | None:

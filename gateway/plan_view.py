@@ -26,7 +26,7 @@ def show_plan(settings: ServeSettings) -> None:
         f"largest context, in one lane: {_limited(plan.largest_context, plan)}\n"
         "memory: what is free now, of each GPU or else of this host, split between its stages\n"
         f"KV: in blocks of {ROW_STEP} rows\n"
-        f"store: --kv-host-bytes {2**30} of each stage holds {plan.store_rows_per_gib} rows",
+        f"store: each GiB of --kv-host-bytes, of each stage, is room for {plan.store_rows_per_gib} rows",
         highlight=False,
         soft_wrap=True,
     )

@@ -147,6 +147,8 @@ class ServeSettings:
             raise InvalidSetting("kv_host_bytes", f"must not be negative, got {self.kv_host_bytes}")
         if self.kv_disk_bytes < 1:
             raise InvalidSetting("kv_disk_bytes", f"must be at least 1, got {self.kv_disk_bytes}")
+        if self.kv_disk is not None and self.kv_host_bytes == 0:
+            raise InvalidSetting("kv_disk", "rows get there from host memory; kv_host_bytes is 0")
         if self.kv_disk is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("kv_disk", "a fake ring has no rows to keep")
 

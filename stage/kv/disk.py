@@ -173,7 +173,7 @@ class DiskTier:
     # What lies there
 
     def _scan(self) -> None:
-        foreign = 0
+        foreign = self._take_in_other_splits()
         for path, size, kind in self._found():
             id_ = _id_of(path)
             if id_ is None:
@@ -196,6 +196,18 @@ class DiskTier:
         for key in self._make_room(0):
             _unlink(self._path(key))
         self._removed.clear()  # nobody counted on them yet
+
+    def _take_in_other_splits(self) -> int:
+        """Files of other splits of the layers count, and go first: else each new split would leave a disk full."""
+        taken = 0
+        for path in sorted(self._folder.iterdir()):
+            id_, suffix = _id_of(path), path.name[path.name.find(".") :]
+            if id_ is None or not any(k.is_of_another_split(suffix) for k in self._kinds.values()):
+                continue
+            with contextlib.suppress(OSError):
+                self._add((id_, suffix), _File(path.stat().st_size, None))
+                taken += 1
+        return taken
 
     def _found(self) -> list[tuple[Path, int, FileKind]]:
         """This stage's files and their sizes, the one used longest ago first."""
@@ -304,6 +316,8 @@ class DiskTier:
         try:
             write_node(path, job.node, job.data, job.kind)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             if not self._failing:
                 log.warning("stopped writing folder=%s reason=%s", self._folder, error)
             self._failing = True

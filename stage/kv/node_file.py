@@ -8,6 +8,7 @@ It raises for whatever is wrong; what becomes of that is for disk.py to say.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from array import array
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _MAGIC = b"RROW"
 _VERSION = 1
 _DIGEST_BYTES = 16
 _LONGEST_HEADER = 1 << 24
+
+_SUFFIX = re.compile(r"\.(\d{1,6})-(\d{1,6})\.[a-z]+")
 
 PARTIAL = ".part"  # behind the name of a file that is being written
 
@@ -56,6 +59,15 @@ class FileKind:
     def suffix(self) -> str:
         """Of the files' names: stages may share a folder."""
         return f".{self.first}-{self.last}.{self.holds}"
+
+    def is_of_another_split(self, suffix: str) -> bool:
+        """Whether files of that name hold some of these layers, cut otherwise: no stage of this ring reads them."""
+        found = _SUFFIX.fullmatch(suffix)
+        if found is None:
+            return False
+        first, last = int(found[1]), int(found[2])
+        overlaps = first < self.last and self.first < last
+        return overlaps and (first, last) != (self.first, self.last)
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True):

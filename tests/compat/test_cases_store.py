@@ -297,5 +297,5 @@ async def test_a_killed_server_restores_what_it_says_that_it_restores(
     computed = len(killed.prompt) - there + COUNT - 1
     assert (counts.restored_rows, counts.refusals) == (there, 0 if is_seen else counts.refusals)
     assert counts.rows == computed if is_seen else counts.refusals > 0
-    assert got.miss is (MissKind.NEW_SESSION if is_seen else MissKind.RING_LOST)
+    assert got.miss is (MissKind.NEW_SESSION if is_seen else MissKind.EVICTED)
     assert again.cached == len(killed.prompt) + COUNT - 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -202,3 +204,32 @@ def test_room_on_disk_counts_and_a_store_without_memory_has_none(rig) -> None:
         nodes = rig.chain(*range(0, 400, 64))
         whole = sum(rig.file_bytes(n) for n in nodes)
         assert whole <= nodes[-1].end * (1000 * rig.row_bytes / capacity)
+
+
+def test_files_of_another_split_count_and_go_first_and_siblings_are_left_alone(rig) -> None:
+    """Else each new number of stages would leave the disk full of files that nobody reads or removes."""
+    old, sibling = rig.chain(0, 64, 128), replace(rig.kind, first=2, last=4)
+    rig.written(old)
+    size = sum(path.stat().st_size for path in rig.files())
+    with rig.disk(kind=sibling) as shelf:
+        assert shelf.tier.nbytes == 0, (
+            "layers 2 to 4 are another stage's, whose files these are not"
+        )
+    wider = replace(rig.kind, last=3)
+    with rig.disk(kind=wider) as shelf:
+        assert (shelf.tier.nbytes, shelf.nodes()) == (size, ())
+    with rig.disk(kind=wider, budget=size - 1) as shelf:
+        assert shelf.tier.nbytes < size
+        assert len(rig.files()) == len(old) - 1
+
+
+def test_a_folder_that_was_removed_is_made_again(rig) -> None:
+    nodes = rig.chain(0, 64, 128)
+    with rig.disk() as shelf:
+        shutil.rmtree(rig.folder)
+        store = rig.store(shelf)
+        store.store(0, nodes[:1])
+        assert shelf.flush(10)
+        store.store(0, nodes[1:])
+        assert shelf.flush(10)
+        assert rig.files() == [rig.file_of(nodes[1])]

@@ -22,6 +22,7 @@ from coordinator.errors import InvalidSetting, ModelUnusable
 from coordinator.ring import StageProgress
 from gateway.cli import app
 from gateway.client import Client
+from gateway.launch import ring_config
 from gateway.models import find_model
 from gateway.plan_view import _limited
 from gateway.progress import LineBoard, open_board
@@ -274,3 +275,15 @@ def test_settings_refuse_what_cannot_be() -> None:
     for wrong in ({"rings": 0}, {"model": ""}, {"max_rows": 0}):
         with pytest.raises(InvalidSetting):
             ServeSettings(**{"model": "m", "ring": RingKind.FAKE, **wrong})
+
+
+def test_a_disk_without_host_memory_in_front_of_it_is_refused(tmp_path: Path) -> None:
+    """Rows reach the disk from there: the folder would stay empty without a word."""
+    with pytest.raises(InvalidSetting, match="kv_host_bytes is 0"):
+        ServeSettings(model="x", kv_disk=tmp_path, kv_host_bytes=0)
+
+
+def test_a_store_beyond_this_hosts_memory_is_refused_at_the_start(tiny_model: Path) -> None:
+    settings = ServeSettings(model=str(tiny_model), ring=RingKind.LOCAL, kv_host_bytes=2**50)
+    with pytest.raises(InvalidSetting, match="more than the"):
+        ring_config(settings, LineBoard(lambda text: None))
