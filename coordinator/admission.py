@@ -97,7 +97,9 @@ class Admission:
         assert job.lane is not None
         depth = self._ledger.restore_point(job.lane, job.context, self._most(job))
         choice = self._deepen(job, LaneChoice(job.lane, depth))
-        if not job.announced and choice.cached_prefix < job.cached_prefix:
+        # A memo that is gone costs a row, which is none of the session's.
+        promised = min(job.cached_prefix, len(job.context) - 1)
+        if not job.announced and choice.cached_prefix < promised:
             # Of what came from the store a node was gone; else a stage did not hold what it should.
             job.miss = Miss(MissKind.EVICTED if job.restored_rows else MissKind.RING_LOST)
         self._open(job, choice)

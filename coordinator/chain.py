@@ -51,6 +51,11 @@ class _Entry:
     pins: int = 0
     children: set[NodeId] = field(default_factory=set)
 
+    @property
+    def settled(self) -> bool:
+        """Nothing of it is under way. A drop goes out before what stores: it would come too early."""
+        return self.published and self.checkpoint == self.resumable
+
 
 class ChainIndex:
     """`capacity` counts rows that every stage has room for."""
@@ -76,17 +81,13 @@ class ChainIndex:
         self._most_checkpoints = checkpoints
         self._checkpoints: set[NodeId] = set()
         self._dropped_checkpoints: list[NodeId] = []
-        self.rows = 0
-        self.pinned_rows = 0
+        self.rows = self.pinned_rows = self._tick = 0
         self._root = root
         self._entries: dict[NodeId, _Entry] = {}
         self._firsts: dict[tuple[NodeId, int], set[NodeId]] = {}  # by parent and first token
-        self._leaves: list[
-            tuple[int, NodeId]
-        ] = []  # a heap; what is no longer true in it is skipped
+        self._leaves: list[tuple[int, NodeId]] = []  # a heap; what is not true in it is skipped
         self._dropped: list[NodeId] = []
         self.lost_pins: set[NodeId] = set()  # pinned nodes that are gone; anchors take them out
-        self._tick = 0
         states = frozenset(resumable)
         for node in stored:
             self._restore(node, node.id in states)
@@ -167,10 +168,8 @@ class ChainIndex:
         return (entry.node for entry in self._entries.values() if entry.published)
 
     def statuses(self) -> Iterator[NodeStatus]:
-        for entry in self._entries.values():
-            node = entry.node
-            if entry.published:
-                yield NodeStatus(node.id, node.parent, node.start, node.end, entry.pins > 0)
+        for node in self.nodes():
+            yield NodeStatus(node.id, node.parent, node.start, node.end, self.is_pinned(node.id))
 
     def is_pinned(self, node: NodeId) -> bool:
         return self._entries[node].pins > 0
@@ -221,7 +220,7 @@ class ChainIndex:
         """The one used longest ago goes; of one conversation's the shallowest, which is pinned if it is its head."""
         while len(self._checkpoints) > most:
             held = (self._entries[node] for node in self._checkpoints)
-            free = [entry for entry in held if not entry.pins and entry.published]
+            free = [entry for entry in held if not entry.pins and entry.settled]
             if not free:
                 return False
             victim = min(free, key=lambda entry: (entry.used, entry.node.end))
@@ -349,7 +348,7 @@ class ChainIndex:
             entry = self._entries.get(item[1])
             if entry is None or entry.children or entry.pins or entry.used != item[0]:
                 continue
-            if entry.node.id in keep or not entry.published:
+            if entry.node.id in keep or not entry.settled:
                 set_aside.append(item)
                 continue
             self._drop(entry.node.id)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from coordinator.config import SchedulerSettings
 from coordinator.cuts import cut_plan, next_cut
-from coordinator.frames import JobId, LaneId, OpenLane, Segment, SegmentKind
+from coordinator.frames import Epoch, Frame, JobId, LaneId, OpenLane, Segment, SegmentKind, Seq
 from coordinator.lanes import LaneTable
 from coordinator.ledger import Ledger
 from coordinator.prefixes import digest_of
@@ -49,6 +49,9 @@ class Step:
     wish: Wish
     opening: OpenLane
     segment: Segment
+
+    def frame(self, epoch: Epoch, seq: Seq, *, alone: bool) -> Frame:
+        return Frame(epoch, seq, (self.opening,), (self.segment,), alone=alone)
 
     @property
     def completes(self) -> bool:
@@ -130,9 +133,15 @@ class Foresight:
         return self._ledger.restore_point(lane, wish.tokens, whole) or (held if whole else 0)
 
     def refused(self, lane: LaneId) -> None:
-        """Some stage does not hold what we believed. A job that has the lane by now is told by its own opening."""
-        if not self._lanes.is_busy(lane):
-            self._ledger.truncate(lane, 0)
+        """Some stage does not hold what we believed. A job that has the lane by now is told by its own opening.
+
+        Nothing is tried there again: what stages always refuse would be tried for ever.
+        """
+        if self._lanes.is_busy(lane):
+            return
+        self._ledger.truncate(lane, 0)
+        for session in [s for s in self._wishes if self._lanes.lane_of(s) == lane]:
+            self.forget(session)
 
     def _cuts(self, n_tokens: int, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Where the cut plan has them, so that rows are those that the request itself would compute."""

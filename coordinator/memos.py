@@ -10,18 +10,22 @@ from collections.abc import Sequence
 
 from coordinator.prefixes import digest_of
 
+_ANY = 1 << 16
+
 
 class MemoTable:
     """The digest of the prompt whose last row's logits lie in each slot."""
 
     def __init__(self) -> None:
+        self.slots = _ANY  # how many there are; stages before the tail need not know
         self._digests: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._digests)
 
     def keep(self, slot: int, prompt: Sequence[int]) -> None:
-        self._digests[slot] = digest_of(prompt)
+        if slot < self.slots:
+            self._digests[slot] = digest_of(prompt)
 
     def holds(self, slot: int, prompt: Sequence[int]) -> bool:
         return self._digests.get(slot) == digest_of(prompt)

@@ -106,6 +106,11 @@ class Retention:
                 return op
         return None
 
+    def forget_behind(self, lane: LaneId, rows: int) -> None:
+        """The lane's rows from there on are made anew: what the store has of them is not what it is to have."""
+        nodes = self.index.match(self._ledger.tokens(lane)).nodes
+        self.index.lose([node for node in nodes if self.index.node(node).end > rows])
+
     def held_rows(self, prefix: Sequence[int]) -> int:
         """How many of a prefix's rows lie in one lane or in the store."""
         return max(self.held_in_lanes(prefix), self.index.match(prefix).rows)

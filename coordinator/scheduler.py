@@ -349,13 +349,14 @@ class Scheduler:
 
     def _work_ahead(self) -> None:
         """What is worth doing while nobody waits: one frame at a time, since somebody may come."""
-        self._store(self.retention.at_leisure())
-        step = self._foresight.next_step() if not self._in_flight else None
-        if step is not None:
-            seq, alone = self.ledger.next_seq, self._info.lends_cores
-            self._dispatch(
-                Frame(self.ledger.epoch, seq, (step.opening,), (step.segment,), alone=alone)
-            )
+        step = self._foresight.next_step()
+        if step is not None and not self._info.exact:
+            self.retention.forget_behind(step.segment.lane, step.segment.start)
+        else:
+            self._store(self.retention.at_leisure())
+        if step is not None and not self._in_flight:
+            epoch, seq = self.ledger.epoch, self.ledger.next_seq
+            self._dispatch(step.frame(epoch, seq, alone=self._info.lends_cores))
             self._counter.computed_ahead(step.segment.width)
             if step.completes:
                 self._admission.foreseen(step.wish, step.segment.lane)

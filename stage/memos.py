@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from coordinator.frames import Segment, SegmentKind
-from coordinator.memos import MemoTable
 
 # Of a stage's budget for chain nodes: a prompt's logits cost as much as its rows' KV of about ten tokens.
 _SHARE = 64
-# Prompts: what clients send again is what they sent last.
+# Prompts, or twice as many as lanes: what clients send again is what they sent last.
 _MOST = 64
 
 
-def memo_slots(budget: int, vocab_size: int) -> int:
-    """How many prompts' logits a part of the budget (bytes) has room for."""
-    return min(_MOST, budget // _SHARE // row_bytes(vocab_size))
+def memo_slots(budget: int, vocab_size: int, lanes: int) -> int:
+    """How many prompts' logits a part of the budget (bytes) has room for; 0 where there are too few to be of use."""
+    slots = min(max(_MOST, 2 * lanes), budget // _SHARE // row_bytes(vocab_size))
+    return slots if slots > lanes else 0
 
 
 def row_bytes(vocab_size: int) -> int:
@@ -35,20 +35,17 @@ class Memos:
         self._rows: dict[int, Tensor] = {}
         self._device = torch.device("cpu")  # that logits are computed on
 
-    def keep(self, slot: int, logits: Tensor) -> bool:
-        """Whether the row could be kept."""
-        if slot >= self.slots:
-            return False
-        self._rows[slot], self._device = logits.to("cpu", copy=True), logits.device
-        return True
+    def sampled(self, taken: tuple[Segment, ...], logits: Tensor | None) -> Tensor | None:
+        """The computed rows, [asked, vocab], with those that are recalled put in where their segments stand.
 
-    def merged(self, taken: tuple[Segment, ...], logits: Tensor | None) -> Tensor | None:
-        """The computed rows, with those that are recalled put in where their segments stand."""
+        In the frame's order: a slot may be read and written in one frame.
+        """
+        rows = list(self._passed(taken, logits))
         if all(segment.kind is not SegmentKind.RECALL for segment in taken):
             return logits
-        return torch.stack(list(self._rows_of(taken, logits)))
+        return torch.stack(rows)
 
-    def _rows_of(self, taken: tuple[Segment, ...], logits: Tensor | None) -> Iterator[Tensor]:
+    def _passed(self, taken: tuple[Segment, ...], logits: Tensor | None) -> Iterator[Tensor]:
         place = 0
         for segment in taken:
             if segment.kind is SegmentKind.RECALL:
@@ -57,17 +54,10 @@ class Memos:
                 continue
             for _ in segment.sampled_rows:
                 assert logits is not None
+                if segment.memo is not None and segment.memo < self.slots:
+                    self._keep(segment.memo, logits[place])
                 yield logits[place]
                 place += 1
 
-    def keep_all(self, taken: tuple[Segment, ...], logits: Tensor | None, table: MemoTable) -> None:
-        """Keeps what the segments ask for; what cannot be kept is taken out of the table."""
-        place = 0
-        for segment in taken:
-            if segment.kind is SegmentKind.RECALL:
-                continue
-            if segment.memo is not None:
-                assert logits is not None
-                if not self.keep(segment.memo, logits[place]):
-                    table.drop(segment.memo)
-            place += len(segment.sampled_rows)
+    def _keep(self, slot: int, logits: Tensor) -> None:
+        self._rows[slot], self._device = logits.to("cpu", copy=True), logits.device

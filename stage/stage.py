@@ -80,6 +80,8 @@ class Stage:
         self.store = store
         self.ledger = Ledger(model.rows.lanes, model.rows.max_rows, stage=index)
         self._memos = memos
+        if model.decoder.is_tail:
+            self.ledger.memos.slots = memos.slots
         self._ops = FrameOps(self.ledger, model, store, checkpoints)
         self._opened = Epoch(0)
         self._lock = Lock()
@@ -233,8 +235,7 @@ class Stage:
         self, taken: tuple[Segment, ...], logits: Tensor | None
     ) -> tuple[dict[LaneId, list[SampledRow]], list[Refusal]]:
         """The sampled rows by lane; a lane whose logits are not finite is refused and its rows are void."""
-        self._memos.keep_all(taken, logits, self.ledger.memos)
-        logits = self._memos.merged(taken, logits)
+        logits = self._memos.sampled(taken, logits)
         sampled: dict[LaneId, list[SampledRow]] = {segment.lane: [] for segment in taken}
         asked = [(segment, row) for segment in taken for row in self._asked_rows(segment)]
         if logits is None or not asked:

@@ -51,7 +51,7 @@ def open_stores(
         budget = available_bytes() // _SHARE // (stages_here * config.rings)
     # Both kinds always: what another model's states left in the folder counts too, and goes when room is wanted.
     disk = None if budget == 0 else _open_disk(config, (rows, states))
-    memos = memo_slots(budget, decoder.vocab_size) if decoder.is_tail else 0
+    memos = memo_slots(budget, decoder.vocab_size, config.lanes) if decoder.is_tail else 0
     budget -= memos * row_bytes(decoder.vocab_size)
     share = 2 if model.states.layers else 1
     for_rows = budget - budget // 2 if model.states.layers else budget

@@ -329,8 +329,10 @@ class DiskTier:
 
 
 def _id_of(path: Path) -> NodeId | None:
+    name = path.name.partition(".")[0]
     with contextlib.suppress(ValueError):
-        return NodeId(bytes.fromhex(path.name.partition(".")[0]))
+        id_ = NodeId(bytes.fromhex(name))
+        return id_ if id_.hex() == name else None  # others are no names of ours
     return None
 
 

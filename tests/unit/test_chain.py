@@ -192,3 +192,20 @@ def test_a_store_without_room_for_a_block_stores_nothing_and_ends(rows: int) -> 
     index = index_of(rows)
     assert index.store(tokens(1, 300)) == ()
     assert index.rows == 0
+
+
+@pytest.mark.parametrize("block", [4, 2])
+def test_a_checkpoint_on_its_way_is_not_given_up_in_the_same_frame(block: int) -> None:
+    """A drop goes out before what stores: stages would keep for ever what the index has forgotten."""
+    index = ChainIndex(root_of("x"), 1000, node_rows=4, min_tail_rows=1, checkpoints=1)
+    first, other = tuple(range(1, 1 + block)), tuple(range(11, 11 + block))
+    index.publish(span.node for span in index.store(first))
+    marked = index.store(first, ends=(block,))
+    assert [span.checkpoint for span in marked] == [True]
+    beside = index.store(other, ends=(block,))
+    assert index.take_checkpoint_drops() == ()
+    assert index.take_drops() == ()
+    assert not any(span.checkpoint for span in beside)
+    index.publish(span.node for span in (*marked, *beside))
+    assert any(span.checkpoint for span in index.store(other, ends=(block,)))
+    assert index.take_checkpoint_drops() or index.take_drops(), "acknowledged, it may go"

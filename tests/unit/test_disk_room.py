@@ -233,3 +233,13 @@ def test_a_folder_that_was_removed_is_made_again(rig) -> None:
         store.store(0, nodes[1:])
         assert shelf.flush(10)
         assert rig.files() == [rig.file_of(nodes[1])]
+
+
+def test_a_file_that_is_only_nearly_named_like_a_node_is_none(rig) -> None:
+    """What is counted by one name and removed by another would outlive the budget."""
+    (node,) = rig.chain(0, 64)
+    rig.written([node])
+    path = rig.file_of(node)
+    path.rename(path.with_name(path.name.replace(node.id.hex(), node.id.hex().upper())))
+    with rig.disk() as shelf:
+        assert (shelf.nodes(), shelf.tier.nbytes) == ((), 0)

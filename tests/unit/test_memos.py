@@ -25,9 +25,11 @@ from coordinator.requests import (
 from coordinator.ring import Ring
 from fakering.clock import VirtualClock
 from fakering.faults import Fault, Restart
+from fakering.hand import Hand
 from fakering.ring import FakeRing
 from stage.config import RingConfig
 from stage.local_ring import LocalRing
+from stage.memos import memo_slots, row_bytes
 
 _PROMPT = tuple(1 + 7 * n % 80 for n in range(150))
 _WARM = SamplingSpec(temperature=0.8, top_p=0.95, seed=7, logprobs=3)
@@ -202,3 +204,38 @@ def test_slots_are_given_to_the_prompt_used_longest_ago() -> None:
 def test_a_memo_that_means_nothing_does_not_construct(make: object) -> None:
     with pytest.raises(ValueError, match="memo|segment|RECALL"):
         make()  # type: ignore[operator]
+
+
+async def test_a_slot_that_is_read_and_written_in_one_frame_gives_what_lay_in_it(
+    tiny_model: Path,
+) -> None:
+    """No frame of ours does so; a stage answers all the same what the frame says, and outlives a slot too many."""
+    config = RingConfig(tiny_model, "tiny", ((0, 4),), lanes=2, max_rows=512)
+    ring = LocalRing(config)
+    info = await ring.start(lambda progress: None)
+    try:
+        hand = Hand(ring, info)
+        first, other = hand.new_job(), hand.new_job()
+        asked = replace(hand.prefill(0, first, 0, _PROMPT, GREEDY), memo=0)
+        reply = await hand.exchange([hand.open(0, first)], [asked])
+        recall = Segment(LaneId(0), first, len(_PROMPT), (), SegmentKind.RECALL, GREEDY, memo=0)
+        written = replace(hand.prefill(1, other, 0, _PROMPT[:9], GREEDY), memo=0)
+        both = await hand.exchange([hand.open(1, other)], [recall, written])
+        assert both.segments[0].tokens == reply.segments[0].tokens
+        assert both.segments[1].tokens != reply.segments[0].tokens, "the test could not fail"
+        beyond = [replace(written, memo=info.memos), replace(recall, memo=info.memos)]
+        refused = await hand.exchange([hand.open(1, other)], beyond)
+        assert [refusal.lane for refusal in refused.refusals] == [0]
+        again = await hand.exchange([hand.open(1, other)], [written])
+        assert again.segments[0].tokens == both.segments[1].tokens, "the stage is alive"
+    finally:
+        await ring.stop()
+
+
+def test_logits_take_a_small_part_of_the_store_or_nothing() -> None:
+    row = row_bytes(1000)
+    assert memo_slots(64 * row * 10, 1000, lanes=4) == 10
+    assert memo_slots(64 * row * 4, 1000, lanes=4) == 0, "as few as lanes are of no use"
+    assert memo_slots(2**40, 1000, lanes=4) == 64
+    assert memo_slots(2**40, 1000, lanes=100) == 200
+    assert memo_slots(0, 1000, lanes=1) == 0

@@ -52,7 +52,7 @@ class _Ring:
     async def start(self) -> None:
         await self.driver.start(lambda progress: None)
         memos = self._ring._threads[-1].stage._memos
-        merged = memos.merged
+        merged = memos.sampled
 
         def seen(taken: tuple[Segment, ...], logits: Tensor | None) -> Tensor | None:
             output = merged(taken, logits)
@@ -60,7 +60,7 @@ class _Ring:
                 self._logits.append(output[-1].clone())
             return output
 
-        memos.merged = seen  # type: ignore[method-assign]
+        memos.sampled = seen  # type: ignore[method-assign]
 
     async def ask(self, request: Request) -> tuple[tuple[int, ...], Tensor]:
         self._logits.clear()
@@ -89,7 +89,7 @@ async def _ring(model: Path) -> AsyncIterator[_Ring]:
         await ring.driver.stop()
 
 
-async def _two_turns(ring: _Ring, *, foreseen: bool) -> tuple[bool, int]:
+async def _two_turns(ring: _Ring, *, foreseen: bool, evicted: bool = False) -> tuple[bool, int]:
     """Whether the second turn's logits are a cold run's, bit for bit, and how many rows were made ahead."""
     first = Request(_PROMPT, GREEDY, _ANSWER, session=_SESSION, draft=False, boundaries=_BOUNDARIES)
     answer, _ = await ring.ask(first)
@@ -98,6 +98,8 @@ async def _two_turns(ring: _Ring, *, foreseen: bool) -> tuple[bool, int]:
     if foreseen:
         ring.driver.foresee(Wish(_SESSION, (*said, 7, 8), boundaries))
         await ring.idle()
+    for other in range(2 if evicted else 0):
+        await ring.ask(Request(novel(60, 9 + other, 199), GREEDY, 2, session=SessionId(str(other))))
     second = (*said, 7, 8, *novel(30, 2, 199))
     asked = Request(second, GREEDY, 2, session=_SESSION, draft=False, boundaries=boundaries)
     _, warm = await ring.ask(asked)
@@ -115,6 +117,13 @@ async def test_generated_rows_become_those_of_a_cold_run(tiny_model: Path) -> No
         assert same
         # From the first cut of the prompt's plan that the prompt's end made, and no row of it before.
         assert rows == _ANSWER + len(_PROMPT) - _BOUNDARIES[-1]
+
+
+async def test_rows_made_anew_are_those_that_the_store_keeps(tiny_model: Path) -> None:
+    async with _ring(tiny_model) as ring:
+        same, _ = await _two_turns(ring, foreseen=True, evicted=True)
+        assert ring.driver.status().counts.restored_rows > 100
+        assert same
 
 
 async def test_the_test_above_could_fail(tiny_model: Path) -> None:
@@ -164,3 +173,12 @@ def test_rows_are_made_anew_from_the_last_whole_chunk(cached: int, start: int) -
     step = foresight.next_step()
     assert step is not None
     assert step.opening.cached_prefix == start
+
+
+def test_what_a_stage_refuses_is_not_wished_for_again() -> None:
+    foresight, ledger = _foresight(exact=True)
+    foresight.wish(_wish(7, 8))
+    assert foresight.next_step() is not None
+    foresight.refused(LaneId(0))
+    assert foresight.next_step() is None
+    assert ledger.valid_rows(LaneId(0)) == 0

@@ -32,7 +32,7 @@ class Watched:
         self.logits: list[Tensor] = []
         self.sources: Counter[str] = Counter()
         memos = ring._threads[-1].stage._memos
-        merged = memos.merged
+        merged = memos.sampled
 
         def seen(taken: tuple[Segment, ...], logits: Tensor | None) -> Tensor | None:
             """What is sampled from, be it computed or recalled."""
@@ -41,7 +41,7 @@ class Watched:
                 self.logits.append(output[-1].clone())
             return output
 
-        memos.merged = seen  # type: ignore[method-assign]
+        memos.sampled = seen  # type: ignore[method-assign]
         core = driver._scheduler
         assert core is not None
         self._ops_from(core)
