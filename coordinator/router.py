@@ -107,7 +107,9 @@ class Router:
     # The chain stores, for operators
 
     def nodes(self, ring: str | None = None) -> Iterator[RingNode]:
-        """What the rings, or the one of that name, keep. In no order."""
+        """What the rings, or the one of that name, keep. In no order. Raises InvalidValue."""
+        if ring is not None and ring not in self._drivers:
+            raise InvalidValue("ring", f"no ring {ring!r} runs here")
         for driver in tuple(self._drivers.values()):
             if ring in (None, driver.name):
                 yield from (RingNode(driver.name, node) for node in driver.nodes())

@@ -60,18 +60,11 @@ class GrpcSettings:
     keepalive_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise InvalidSetting("grpc_port", f"must be between 0 and 65535, got {self.port}")
+        _check_listening(self, "grpc_port")
         for name in ("keepalive_s", "keepalive_timeout_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise InvalidSetting(name, f"must be greater than 0, got {value}")
-        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
-            raise InvalidSetting("drain_s", f"must not be negative, got {self.drain_s}")
-        if not (self.insecure or _is_loopback(self.host)):
-            raise InvalidSetting(
-                "host", f"{self.host} can be reached by others; say --insecure to allow it"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +79,7 @@ class HttpSettings:
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise InvalidSetting("http_port", f"must be between 0 and 65535, got {self.port}")
-        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
-            raise InvalidSetting("drain_s", f"must not be negative, got {self.drain_s}")
-        if not (self.insecure or _is_loopback(self.host)):
-            raise InvalidSetting(
-                "host", f"{self.host} can be reached by others; say --insecure to allow it"
-            )
+        _check_listening(self, "http_port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +137,18 @@ class ServeSettings:
             raise InvalidSetting("kv_disk", "rows get there from host memory; kv_host_bytes is 0")
         if self.kv_disk is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("kv_disk", "a fake ring has no rows to keep")
+
+
+def _check_listening(settings: GrpcSettings | HttpSettings, port: str) -> None:
+    """What is the same of every front. `port`: the name of its flag."""
+    if not 0 <= settings.port <= 65535:
+        raise InvalidSetting(port, f"must be between 0 and 65535, got {settings.port}")
+    if not (math.isfinite(settings.drain_s) and settings.drain_s >= 0):
+        raise InvalidSetting("drain_s", f"must not be negative, got {settings.drain_s}")
+    if not (settings.insecure or _is_loopback(settings.host)):
+        raise InvalidSetting(
+            "host", f"{settings.host} can be reached by others; say --insecure to allow it"
+        )
 
 
 def _is_ray_address(address: str) -> bool:
