@@ -63,7 +63,7 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidValue(self.path(name), "must be a number")
-        if abs(value) > 2**64:
+        if not abs(value) <= 2**64:  # nor NaN
             raise InvalidValue(self.path(name), "is too large")
         return value
 

@@ -1,0 +1,67 @@
+"""Bodies of all kinds become turns or a refusal that names a field: nothing else comes of a client's JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from coordinator.errors import InvalidValue
+from gateway.http import chat_request
+from gateway.http.fields import Fields, parse
+
+_ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(
+        ["user", "system", "assistant", "tool", "text", "function", "auto", "json_object"]
+    ),
+)
+_NAMES = st.sampled_from(
+    "role content type text tool_calls function name arguments id include_usage refusal parameters 5".split()
+)
+_VALUES = st.recursive(
+    _ATOMS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+_FIELDS = (
+    "model messages prompt tools tool_choice response_format n seed stop logprobs top_logprobs logit_bias max_tokens "
+    "max_completion_tokens stream stream_options temperature top_p top_k min_p repetition_penalty presence_penalty "
+    "frequency_penalty chat_template_kwargs prompt_cache_key user ignore_eos"
+).split()
+_BODIES = st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=6)
+
+
+@given(_BODIES)
+@settings(max_examples=1500)
+@example({"messages": [{"role": "user", "content": [{"text": None}]}], "seed": -5})
+@example({"prompt": [True]})
+@example({"n": float("nan")})
+@example({"logit_bias": {"5": float("inf")}})
+def test_any_body_is_read_or_refused(body: dict[str, Any]) -> None:
+    for read in (chat_request.chat, chat_request.completion):
+        with contextlib.suppress(InvalidValue):
+            asked = read(Fields(body), None)
+            assert asked.turns
+
+
+@given(st.binary(max_size=60) | _VALUES.map(lambda value: repr(value).encode()))
+def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
+    with contextlib.suppress(InvalidValue):
+        assert isinstance(parse(body), Fields)
+
+
+def test_a_field_is_named_by_its_whole_path() -> None:
+    call = {"function": {"name": "f", "arguments": 3}}
+    body = {"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}]}
+    with pytest.raises(InvalidValue) as refused:
+        chat_request.chat(parse(msgspec.json.encode(body)), None)
+    assert refused.value.field == "messages[1].tool_calls[0].function.arguments"
