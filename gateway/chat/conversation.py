@@ -48,6 +48,7 @@ class Abilities:
     system: bool
     tools: bool
     calls: bool  # assistant messages' tool calls, and tool messages
+    late_system: bool = True  # system messages behind the first message, as agents send them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,10 @@ def conversation(
     if described and not abilities.tools:
         turned = _with_system_text(turned, tools_text(described))
         described = ()
+    if not abilities.late_system:
+        # Where it stands: moved to the front it would change what every turn begins with.
+        later = ({**m, "role": "user"} if m["role"] == "system" else m for m in turned[1:])
+        turned = [turned[0], *later]
     if not abilities.system:
         turned = _system_in_first_user_message(turned)
     return Conversation(tuple(turned), described)

@@ -150,6 +150,7 @@ def _guarded(
 
 
 _ASK: TemplateDict = {"role": "user", "content": "probe-question"}
+_ANSWER: TemplateDict = {"role": "assistant", "content": "probe-answer"}
 _TOOL: TemplateDict = {
     "type": "function",
     "function": {
@@ -185,6 +186,7 @@ def probe(template: Template) -> Abilities:
     system: TemplateDict = {"role": "system", "content": "probe-system"}
     return Abilities(
         system=shows([system, _ASK], "probe-system", "probe-question"),
+        late_system=shows([_ASK, _ANSWER, system, _ASK], "probe-system"),
         tools=shows([_ASK], "probe_tool", "probe_key", tools=True),
         calls=shows(
             [_ASK, _CALLED, _RESULT], "probe_tool", "probe-value", "probe-result", tools=True
