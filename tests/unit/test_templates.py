@@ -366,31 +366,6 @@ def test_a_system_message_goes_to_the_first_user_where_a_template_takes_none(
     assert _render(renderer, [SYSTEM]).text.startswith("<|im_start|>user\nYou are terse.")
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_a_system_message_in_the_middle_stays_there_and_each_turn_begins_like_the_next(
-    templates: Templates, refuses: bool
-) -> None:
-    """Agents send one on nearly every turn; moved to the front it would void every row behind the head."""
-    late = (
-        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-        "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
-    )
-    renderer = templates.renderer((late if refuses else "") + NATIVE)
-    talk = [
-        Message("system", "Be brief."),
-        Message("user", "Hello"),
-        Message("assistant", "Hi"),
-        Message("system", "The clock says nine."),
-        Message("user", "What now?"),
-    ]
-    shorter = renderer.render(talk, (), {}, None)
-    role = "user" if refuses else "system"
-    assert f"<|im_start|>{role}\nThe clock says nine.<|im_end|>" in shorter.text
-    longer = renderer.render([*talk, Message("assistant", "Tea."), talk[3], talk[4]], (), {}, None)
-    assert longer.text.startswith(shorter.text)
-    assert longer.boundaries[:5] == shorter.boundaries[:5]
-
-
 def test_template_arguments_reach_the_template_and_ours_cannot_be_displaced(
     templates: Templates,
 ) -> None:
