@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.config import SchedulerSettings
-from coordinator.cuts import cut_plan, even_cuts
+from coordinator.cuts import even_cuts, planned_cuts
 from coordinator.errors import ContextTooLong, InvalidValue
 from coordinator.foresight import Wish
 from coordinator.frames import CopyRows, LaneId, LoadNodes, Op, OpenLane, StoreNodes
@@ -60,7 +60,7 @@ class Admission:
         if choice is None:
             return False
         self._rescue(choice, store)
-        choice = self._deepen(job, choice)
+        choice = self._deepen(job, choice, most)
         if not job.announced and job.request.reuse:
             job.miss = self.pasts.miss(
                 job.request,
@@ -95,8 +95,9 @@ class Admission:
     def reopen(self, job: Job) -> None:
         """The job's lane was refused: start over from what the replica still believes of it."""
         assert job.lane is not None
-        depth = self._ledger.restore_point(job.lane, job.context, self._most(job))
-        choice = self._deepen(job, LaneChoice(job.lane, depth))
+        most = self._most(job)
+        depth = self._ledger.restore_point(job.lane, job.context, most)
+        choice = self._deepen(job, LaneChoice(job.lane, depth), most)
         # A memo that is gone costs a row, which is none of the session's.
         promised = min(job.cached_prefix, len(job.context) - 1)
         if not job.announced and choice.cached_prefix < promised:
@@ -120,11 +121,11 @@ class Admission:
         if op is not None:
             store(op)
 
-    def _deepen(self, job: Job, choice: LaneChoice) -> LaneChoice:
-        """Chain nodes instead, where they hold enough more of the context than lanes do."""
+    def _deepen(self, job: Job, choice: LaneChoice, most: int) -> LaneChoice:
+        """Chain nodes instead, where they hold enough more of the context's first `most` rows than lanes do."""
         if not job.request.reuse:
             return choice
-        match = self._retention.index.match(job.context[: self._most(job)])
+        match = self._retention.index.match(job.context[:most])
         if match.rows - choice.cached_prefix < self._settings.min_copy_rows:
             return choice
         self._retention.index.use(match.nodes)
@@ -187,12 +188,7 @@ class Admission:
     def _cuts(self, job: Job, start: int, alone: bool) -> tuple[int, ...]:
         settings, end = self._settings, len(job.context)
         if not self._info.exact:
-            return cut_plan(
-                end,
-                job.request.boundaries,
-                chunk_rows=settings.chunk_rows,
-                min_chunk_rows=settings.min_chunk_rows,
-            )
+            return planned_cuts(settings, end, job.request.boundaries)
         if alone and self._info.lends_cores and end - start <= settings.frame_rows:
             # One chunk on all cores, stage after stage, beats chunks on a core each that fill and drain the ring.
             cuts: tuple[int, ...] = (end,)

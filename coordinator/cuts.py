@@ -11,6 +11,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+from coordinator.config import SchedulerSettings
+
 # What a call costs before its first row, in rows: reading the weights, and the calls themselves.
 # SmolLM2's slices on one CPU core: about 25 ms and 2 ms a row.
 CALL_COST_ROWS = 12
@@ -25,6 +27,18 @@ def cut_plan(
     within a message, chunks of `chunk_rows` are counted from the last cut.
     """
     return (*_inner_cuts(n_tokens, boundaries, chunk_rows, min_chunk_rows), n_tokens)
+
+
+def planned_cuts(
+    settings: SchedulerSettings, n_tokens: int, boundaries: Sequence[int]
+) -> tuple[int, ...]:
+    """The cut plan by a ring's settings."""
+    return cut_plan(
+        n_tokens,
+        boundaries,
+        chunk_rows=settings.chunk_rows,
+        min_chunk_rows=settings.min_chunk_rows,
+    )
 
 
 def _inner_cuts(

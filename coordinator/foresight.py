@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from coordinator.config import SchedulerSettings
-from coordinator.cuts import cut_plan, next_cut
+from coordinator.cuts import next_cut, planned_cuts
 from coordinator.frames import Epoch, Frame, JobId, LaneId, OpenLane, Segment, SegmentKind, Seq
 from coordinator.lanes import LaneTable
 from coordinator.ledger import Ledger
@@ -145,13 +145,7 @@ class Foresight:
 
     def _cuts(self, n_tokens: int, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Where the cut plan has them, so that rows are those that the request itself would compute."""
-        settings = self._settings
-        return cut_plan(
-            n_tokens,
-            boundaries,
-            chunk_rows=settings.chunk_rows,
-            min_chunk_rows=settings.min_chunk_rows,
-        )
+        return planned_cuts(self._settings, n_tokens, boundaries)
 
     def _last_cut(self, n_tokens: int, boundaries: Sequence[int]) -> int:
         """Where the last chunk begins; each one before it is a chunk of every longer prompt too."""

@@ -26,7 +26,7 @@ NodeId = NewType("NodeId", bytes)
 
 DIGEST_BYTES = 16  # 128 bits: a clash would need 2**64 prefixes
 
-_MOST_MEMOS = 1 << 16  # slots; a bound for frames that nobody of ours has made
+MOST_MEMOS = 1 << 16  # slots; a bound for frames that nobody of ours has made
 
 
 def _require(condition: bool, message: str) -> None:
@@ -185,7 +185,7 @@ class Segment:
         else:
             _require(len(self.tokens) > 0, "segment is empty")
         if self.memo is not None:
-            _require(0 <= self.memo < _MOST_MEMOS, "no such memo slot")
+            _require(0 <= self.memo < MOST_MEMOS, "no such memo slot")
             _require(self.sampling is not None, "a segment without logits names a memo slot")
             _require(self.kind is not SegmentKind.VERIFY, "a VERIFY segment names a memo slot")
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coordinator.frames import MOST_MEMOS
 from coordinator.prefixes import digest_of
-
-_ANY = 1 << 16
 
 
 class MemoTable:
     """The digest of the prompt whose last row's logits lie in each slot."""
 
     def __init__(self) -> None:
-        self.slots = _ANY  # how many there are; stages before the tail need not know
+        self.slots = MOST_MEMOS  # how many there are; stages before the tail need not know
         self._digests: dict[int, bytes] = {}
 
     def __len__(self) -> int:

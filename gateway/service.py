@@ -55,6 +55,8 @@ from gateway.workers import Workers
 
 # Seeds that we draw survive a client that reads JSON numbers as doubles.
 _DRAWN_SEED_BITS = 53
+# Converted in less than a millisecond or so.
+_SMALL_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
@@ -174,9 +176,11 @@ class GenerationService:
                 self._check_ids("token_ids", ids)
                 return ids
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Runs what would hold the event loop up, where prompts are read as well. Raises QueueFull."""
-        return await self._workers.run(work)
+    async def converted(self, nbytes: int, work: Callable[[], T]) -> T:
+        """Converts a request of so many bytes: beside the event loop, where prompts are read as well, when it is big,
+        since 16 MB of small messages take a while. Raises QueueFull.
+        """
+        return work() if nbytes <= _SMALL_BYTES else await self._workers.run(work)
 
     async def generate(self, turn: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events: started, deltas, finished. Raises RequestError, BusyError and JobError.

@@ -25,7 +25,7 @@ from gateway.errors import is_internal
 from gateway.http import chat_request
 from gateway.http.chat_answer import Answering
 from gateway.http.chat_request import Asked
-from gateway.http.errors import error_response
+from gateway.http.errors import CLIENT_CLOSED, error_response
 from gateway.http.fields import Fields, parse
 from gateway.http.turns import ClientGone, Told, collect, merged, sent
 from gateway.service import GenerationService
@@ -39,10 +39,7 @@ Reader = Callable[[Fields, str | None], Asked]
 
 # Seconds that a stream's headers wait for its first event, so that what is refused is refused with a status.
 _FIRST_EVENT_S = 2.0
-# Read in less than a millisecond or so.
-_SMALL_BYTES = 64 * 1024
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_CLIENT_CLOSED = 499
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -172,10 +169,9 @@ class Front:
     # What all of them share
 
     async def _read(self, request: Request, read: Callable[[Fields], T]) -> T:
-        """Beside the event loop when it is big. Raises InvalidValue, RequestTooLarge and QueueFull."""
+        """Raises InvalidValue, RequestTooLarge and QueueFull."""
         body = await self._body(request)
-        reading = partial(_parsed, body, read)
-        return reading() if len(body) <= _SMALL_BYTES else await self._service.off_loop(reading)
+        return await self._service.converted(len(body), partial(_parsed, body, read))
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
@@ -195,7 +191,7 @@ class Front:
             try:
                 response = await handler(request)
             except (ClientGone, ClientDisconnect):
-                return Response(status_code=_CLIENT_CLOSED)
+                return Response(status_code=CLIENT_CLOSED)
             except Exception as error:
                 if is_internal(error):
                     log.exception("request_id=%s path=%s", request_id, request.url.path)

@@ -14,7 +14,7 @@ from coordinator import errors
 from gateway.errors import is_internal, wire_error
 
 # A client that left reads no answer; this is what proxies write down.
-_CLIENT_CLOSED = 499
+CLIENT_CLOSED = 499
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _message(error: BaseException) -> str:
 
 
 def error_response(error: BaseException, request_id: str) -> JSONResponse:
-    status = wire_error(error).http or _CLIENT_CLOSED
+    status = wire_error(error).http or CLIENT_CLOSED
     headers = {"x-request-id": request_id}
     if isinstance(error, errors.BusyError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))

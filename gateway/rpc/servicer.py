@@ -21,9 +21,6 @@ from gateway.service import GenerationService
 
 T = TypeVar("T")
 
-# Converted in less than a millisecond or so.
-_SMALL_BYTES = 64 * 1024
-
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
@@ -49,9 +46,7 @@ class GenerationServicer(GenerationServiceServicer):
         return pb.CountTokensResponse(prompt_tokens=tokens, max_context=rows)
 
     async def _converted(self, request: Any, convert_it: Callable[[], T]) -> T:
-        """Beside the event loop when it is big: 16 MB of small messages take a while."""
-        small = request.ByteSize() <= _SMALL_BYTES
-        return convert_it() if small else await self._service.off_loop(convert_it)
+        return await self._service.converted(request.ByteSize(), convert_it)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         return convert.model(self._service.name, self._service.info())
