@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.requests import TokenDelta
+from gateway.chat.parts import AnswerParser, AnswerPart
 from gateway.chat.stops import StopMatcher
 from gateway.chat.tokenizer import ChatTokenizer
 from gateway.turns import TurnDelta
@@ -22,10 +23,17 @@ class Answer:
     """Raises InvalidValue("stop") for stop strings that cannot be looked for."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, stop: Sequence[str], stop_tokens: frozenset[int]
+        self,
+        tokenizer: ChatTokenizer,
+        stop: Sequence[str],
+        stop_tokens: frozenset[int],
+        parser: AnswerParser | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._letters = tokenizer.detokenizer()
+        self._parser = parser
+        self._letters = tokenizer.detokenizer(
+            skip_special=parser is None or not parser.reads_special
+        )
         self._matcher = StopMatcher(stop)
         self._stop_tokens = stop_tokens
         self._shown: list[str] = []
@@ -42,7 +50,8 @@ class Answer:
             taken += 1
             text += self._take(token)
         self._shown.append(text)
-        return TurnDelta(delta.tokens[:taken], text, delta.logprobs[:taken])
+        parts = () if self._parser is None else self._parser.feed(text)
+        return TurnDelta(delta.tokens[:taken], text, delta.logprobs[:taken], parts)
 
     def _take(self, token: int) -> str:
         self.token_ids.append(token)
@@ -57,8 +66,15 @@ class Answer:
             self.matched = result.stop
         return result.text
 
-    def flush(self) -> str:
-        """The text that was held back, once no more tokens come."""
+    def flush(self) -> TurnDelta | None:
+        """What was held back, once no more tokens come."""
+        text = self._rest()
+        parts: tuple[AnswerPart, ...] = ()
+        if self._parser is not None:
+            parts = (*self._parser.feed(text), *self._parser.flush())
+        return TurnDelta(text=text, parts=parts) if text or parts else None
+
+    def _rest(self) -> str:
         if isinstance(self.matched, str):
             return ""
         end, self.matched = self.matched, None

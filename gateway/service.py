@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -35,16 +35,17 @@ from coordinator.ring import RingInfo
 from coordinator.router import RingNode, Router
 from coordinator.sessions import History, splice
 from gateway.answer import Answer
+from gateway.chat.parts import PlainParser
 from gateway.chat.tokenizer import ChatTokenizer, RenderedPrompt
 from gateway.limits import check_prompt, check_size, check_turn
 from gateway.next_turn import next_wish
+from gateway.observers import TurnObserver, Watches
 from gateway.open_turns import OpenTurn, OpenTurns
 from gateway.turns import (
     ChatPrompt,
     Prompt,
     TextPrompt,
     TokenPrompt,
-    TurnDelta,
     TurnEvent,
     TurnFinished,
     TurnRequest,
@@ -88,12 +89,14 @@ class GenerationService:
         tokenizer: ChatTokenizer,
         clock: Clock,
         rng: random.Random,
+        observers: Sequence[TurnObserver] = (),
     ) -> None:
         self.name = name
         self._router = router
         self._tokenizer = tokenizer
         self._clock = clock
         self._rng = rng
+        self._observers = tuple(observers)
         self._workers = Workers()
         self._turns = OpenTurns()
 
@@ -187,10 +190,24 @@ class GenerationService:
 
         Close the generator to cancel the turn (contextlib.aclosing): what was generated until then is remembered.
         """
+        now = self._clock.now
+        watch = Watches([each.opened(turn, now()) for each in self._observers])
+        try:
+            async with aclosing(self._generated(turn)) as events:
+                async for event in events:
+                    watch.told(event, now())
+                    yield event
+        except BaseException as error:
+            watch.ended(error, now())
+            raise
+        watch.ended(None, now())
+
+    async def _generated(self, turn: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         last: tuple[TurnEvent, ...] = ()
         with self._turns.opened(turn.session) as open_turn:
             job = await self._prepared(turn, open_turn)
-            answer = Answer(self._tokenizer, turn.stop, job.request.stop_tokens)
+            parser = None if turn.form is None else PlainParser()
+            answer = Answer(self._tokenizer, turn.stop, job.request.stop_tokens, parser)
             async with self._router.submit(job.request) as stream:
                 with self._remembering(job, answer, open_turn):
                     async for event in stream:
@@ -291,7 +308,7 @@ class GenerationService:
                 yield answer.feed(event)
             case Finished():
                 if rest := answer.flush():
-                    yield TurnDelta(text=rest)
+                    yield rest
                 matched = answer.matched
                 reason = event.reason if matched is None else FinishReason.STOP
                 yield TurnFinished(reason, matched, event.usage, event.timings)

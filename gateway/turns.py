@@ -18,6 +18,7 @@ from coordinator.requests import (
     Usage,
 )
 from gateway.chat.messages import Message, Tool
+from gateway.chat.parts import AnswerForm, AnswerPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class TurnRequest:
     draft: bool = True
     timeout_s: float | None = None
     priority: int = 0  # a step up is twice the share of the queue
+    form: AnswerForm | None = None  # None: the answer stays the text that was generated
 
     @property
     def given_seed(self) -> int | None:
@@ -87,11 +89,12 @@ class TurnStarted:
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """Token ids as they are decided, and the text that may be shown by now; either may be empty."""
+    """Token ids as they are decided, and what may be shown by now: `text`, or `parts` where a form was asked for."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[RowLogprobs, ...] = ()
+    parts: tuple[AnswerPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class TurnFinished:
     matched_stop: str | int | None
     usage: Usage
     timings: Timings
+    calls: int = 0  # tool calls that came to their end
+    thought_tokens: int = 0
 
 
 TurnEvent = TurnStarted | TurnDelta | TurnFinished

@@ -1,4 +1,5 @@
-"""HTTP answers for errors, in the shape that OpenAI's clients read. Which status and type is gateway/errors.py's table.
+"""HTTP answers for errors: the status and the headers. Which status and type is gateway/errors.py's table; the body is
+the dialect's.
 
 A retry of what fails for a reason of its own costs the same again, so clients are told not to.
 """
@@ -6,7 +7,7 @@ A retry of what fails for a reason of its own costs the same again, so clients a
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import JSONResponse
 
@@ -17,20 +18,26 @@ from gateway.errors import is_internal, wire_error
 CLIENT_CLOSED = 499
 
 
-def error_body(error: BaseException) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`; an internal error's text stays in the log."""
-    internal = is_internal(error)
-    code = error.code if isinstance(error, errors.RingserveError) else errors.RingserveError.code
-    said = {
-        "message": "internal error" if internal else _message(error),
-        "type": wire_error(error).openai_type,
-        "param": error.field if isinstance(error, errors.InvalidValue) else None,
-        "code": code,
-    }
-    return {"error": said}
+class Dialect(Protocol):
+    """How one family of clients wants errors."""
+
+    def body(self, error: BaseException, request_id: str) -> dict[str, Any]: ...
+
+    def status(self, error: BaseException) -> int: ...
 
 
-def _message(error: BaseException) -> str:
+def status_of(error: BaseException) -> int:
+    return wire_error(error).http or CLIENT_CLOSED
+
+
+def code_of(error: BaseException) -> str:
+    return error.code if isinstance(error, errors.RingserveError) else errors.RingserveError.code
+
+
+def message_of(error: BaseException) -> str:
+    """An internal error's text stays in the log."""
+    if is_internal(error):
+        return "internal error"
     if isinstance(error, errors.ContextTooLong):
         # Agents begin to shorten their conversation at these words.
         return (
@@ -40,11 +47,11 @@ def _message(error: BaseException) -> str:
     return str(error)
 
 
-def error_response(error: BaseException, request_id: str) -> JSONResponse:
-    status = wire_error(error).http or CLIENT_CLOSED
+def error_response(error: BaseException, request_id: str, dialect: Dialect) -> JSONResponse:
     headers = {"x-request-id": request_id}
     if isinstance(error, errors.BusyError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     else:
         headers["x-should-retry"] = "false"
-    return JSONResponse(error_body(error), status_code=status, headers=headers)
+    body = dialect.body(error, request_id)
+    return JSONResponse(body, status_code=dialect.status(error), headers=headers)

@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from coordinator.errors import InvalidValue
-from gateway.http import chat_request
+from gateway.http.asker import Asker
 from gateway.http.fields import Fields, parse
+from gateway.http.openai import chat_request
 
 _ATOMS = st.one_of(
     st.none(),
@@ -49,7 +50,7 @@ _BODIES = st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=6)
 def test_any_body_is_read_or_refused(body: dict[str, Any]) -> None:
     for read in (chat_request.chat, chat_request.completion):
         with contextlib.suppress(InvalidValue):
-            asked = read(Fields(body), None)
+            asked = read(Fields(body), Asker())
             assert asked.turns
 
 
@@ -63,5 +64,5 @@ def test_a_field_is_named_by_its_whole_path() -> None:
     call = {"function": {"name": "f", "arguments": 3}}
     body = {"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}]}
     with pytest.raises(InvalidValue) as refused:
-        chat_request.chat(parse(msgspec.json.encode(body)), None)
+        chat_request.chat(parse(msgspec.json.encode(body)), Asker())
     assert refused.value.field == "messages[1].tool_calls[0].function.arguments"

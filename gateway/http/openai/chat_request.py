@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.errors import InvalidValue
-from coordinator.requests import SamplingSpec, SessionId
+from coordinator.requests import SamplingSpec
 from gateway.chat.messages import Message, Tool, ToolCall
+from gateway.http.asker import Asker
 from gateway.http.fields import Fields
 from gateway.limits import MAX_LOGIT_BIAS, MAX_STOPS, at_most
 from gateway.turns import ChatPrompt, Prompt, TextPrompt, TokenPrompt, TurnRequest
@@ -37,7 +38,7 @@ class Asked:
     include_usage: bool
 
 
-def chat(body: Fields, session: str | None) -> Asked:
+def chat(body: Fields, asker: Asker) -> Asked:
     _refuse_unserved(body)
     prompt = ChatPrompt(
         messages=tuple(_message(each) for each in body.objects("messages")),
@@ -45,17 +46,17 @@ def chat(body: Fields, session: str | None) -> Asked:
         template_args=body.plain_object("chat_template_kwargs"),
     )
     wanted = body.whole("top_logprobs") or 0 if body.flag("logprobs") else None
-    return _asked(body, prompt, session, wanted)
+    return _asked(body, prompt, asker, wanted)
 
 
-def completion(body: Fields, session: str | None) -> Asked:
-    return _asked(body, _prompt(body), session, body.whole("logprobs"))
+def completion(body: Fields, asker: Asker) -> Asked:
+    return _asked(body, _prompt(body), asker, body.whole("logprobs"))
 
 
 def tokenized(body: Fields) -> Prompt:
     """Of /tokenize: messages or a prompt."""
     if body.has("messages"):
-        return chat(body, None).turns[0].prompt
+        return chat(body, Asker()).turns[0].prompt
     return _prompt(body)
 
 
@@ -68,18 +69,17 @@ def _refuse_unserved(body: Fields) -> None:
         raise InvalidValue("tool_choice", "only auto and none are served yet")
 
 
-def _asked(body: Fields, prompt: Prompt, session: str | None, logprobs: int | None) -> Asked:
+def _asked(body: Fields, prompt: Prompt, asker: Asker, logprobs: int | None) -> Asked:
     asked = body.whole("n")
     choices = 1 if asked is None else asked
     if not 1 <= choices <= _MOST_CHOICES:
         raise InvalidValue("n", f"must be between 1 and {_MOST_CHOICES}, got {choices}")
-    owner = session or body.text("prompt_cache_key")
     limit = body.whole("max_completion_tokens")
     seed = body.whole("seed")
     turn = TurnRequest(
         prompt=prompt,
         model=body.text("model") or "",
-        session=SessionId(owner) if owner else None,
+        session=asker.owner(body.text("prompt_cache_key")),
         sampling=_sampling(body, logprobs),
         seed=None if seed is None else seed % 2**64,
         max_tokens=body.whole("max_tokens") if limit is None else limit,

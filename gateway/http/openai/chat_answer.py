@@ -7,28 +7,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from coordinator.requests import FinishReason, RowLogprobs, Timings, Usage
-from gateway.turns import TurnDelta, TurnFinished, TurnStarted
+from gateway.http.streaming import Collected
+from gateway.turns import TurnDelta, TurnFinished
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 TextOf = Callable[[int], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """One choice's events, all of them."""
-
-    started: TurnStarted
-    deltas: tuple[TurnDelta, ...]
-    finished: TurnFinished
-
-    @property
-    def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
 
 
 class Answering:
@@ -65,18 +52,18 @@ class Answering:
 
     # A streamed one
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> list[dict[str, Any]]:
         """The first chunk of a chat's choice; plain completions have none."""
         if not self._chat:
-            return None
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
+            return []
+        return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, [], None)]
 
-    def piece(self, index: int, delta: TurnDelta) -> dict[str, Any] | None:
+    def pieces(self, index: int, delta: TurnDelta) -> list[dict[str, Any]]:
         rows = self._rows(delta)
         if not delta.text and not rows:
-            return None
+            return []
         said = {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
-        return self._chunk(index, said, rows, None)
+        return [self._chunk(index, said, rows, None)]
 
     def ending(self, index: int, finished: TurnFinished) -> dict[str, Any]:
         said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}

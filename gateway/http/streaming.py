@@ -10,15 +10,14 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
-from coordinator.requests import Usage
+from gateway.chat.parts import AnswerPart
 from gateway.errors import is_internal
-from gateway.http.chat_answer import Answering, Collected
-from gateway.http.errors import error_body
 from gateway.service import GenerationService
 from gateway.turns import TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
 
@@ -27,13 +26,32 @@ log = logging.getLogger(__name__)
 # Seconds of silence before a comment tells proxies and clients that somebody is at work.
 KEEP_ALIVE_S = 10.0
 _KEEP_ALIVE = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
+# Seconds that a stream's headers wait for its first event, so that what is refused is refused with a status.
+_FIRST_EVENT_S = 2.0
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 # Events that a choice may be ahead of its reader; then its turn waits, and merges what comes.
 _AHEAD = 64
 
 
 class ClientGone(Exception):
     """The client left before its answer was whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One choice's events, all of them."""
+
+    started: TurnStarted
+    deltas: tuple[TurnDelta, ...]
+    finished: TurnFinished
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def parts(self) -> tuple[AnswerPart, ...]:
+        return tuple(part for delta in self.deltas for part in delta.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,51 +140,77 @@ async def _pass_on(
         await queue.put(None)
 
 
-async def sent(
+class StreamWire(Protocol):
+    """One streamed request in one dialect: what goes out for each event. Keeps what it needs to end well."""
+
+    def said(self, told: Told) -> bytes:
+        """Server-sent events, or nothing."""
+        ...
+
+    def failed(self, error: Exception, request_id: str) -> bytes:
+        """The last thing that is sent: no client may take the answer for whole."""
+        ...
+
+    def ended(self) -> bytes: ...
+
+
+def data(body: Any, event: str = "") -> bytes:
+    """One server-sent event; `event` is its name, where a dialect has names."""
+    name = f"event: {event}\n".encode() if event else b""
+    return name + b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def started_headers(started: TurnStarted) -> dict[str, str]:
+    headers = {
+        "x-ringserve-ring": started.ring,
+        "x-ringserve-cached-prefix": str(started.cached_prefix),
+    }
+    if started.miss is not None:
+        headers["x-ringserve-miss"] = started.miss.kind.value
+    return headers
+
+
+async def streamed(
+    service: GenerationService, turns: Sequence[TurnRequest], wire: StreamWire, request: Request
+) -> Response:
+    """The answer as server-sent events. Raises what the service raises before its first event, or soon."""
+    events = merged(service, turns)
+    coming: asyncio.Future[Told | None] = asyncio.ensure_future(anext(events, None))
+    try:
+        await asyncio.wait({coming}, timeout=_FIRST_EVENT_S)
+        told = coming.result() if coming.done() else None
+    except BaseException:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+        await events.aclose()
+        raise
+    first = None if told is None else told.event
+    headers = started_headers(first) if isinstance(first, TurnStarted) else {}
+    body = _sent(coming, events, wire, request.state.request_id)
+    return StreamingResponse(
+        body, media_type="text/event-stream", headers={**_STREAM_HEADERS, **headers}
+    )
+
+
+async def _sent(
     coming: asyncio.Future[Told | None],
     events: AsyncGenerator[Told, None],
-    answering: Answering,
-    *,
-    include_usage: bool,
+    wire: StreamWire,
+    request_id: str,
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; an error comes in band, and without [DONE], so that nobody takes the answer for whole.
-
-    `coming`: the first of the events, or None for their end, as it is awaited already.
-    """
-    used: dict[int, Usage] = {}
+    """`coming`: the first of the events, or None for their end, as it is awaited already."""
     async with aclosing(events):
         try:
             async for told in _with_silence(coming, events):
-                if told is None:
-                    yield _KEEP_ALIVE
-                    continue
-                if isinstance(told.event, TurnFinished):
-                    used[told.index] = told.event.usage
-                chunk = _chunk(told, answering)
-                if chunk is not None:
-                    yield _event(chunk)
+                sent = _KEEP_ALIVE if told is None else wire.said(told)
+                if sent:
+                    yield sent
         except Exception as error:
             if is_internal(error):
-                log.exception("a stream broke off")
-            yield _event(error_body(error))
+                log.exception("request_id=%s: a stream broke off", request_id)
+            yield wire.failed(error, request_id)
             return
-    if include_usage:
-        yield _event(answering.usage_chunk([used[index] for index in sorted(used)]))
-    yield _DONE
-
-
-def _chunk(told: Told, answering: Answering) -> dict[str, Any] | None:
-    match told.event:
-        case TurnStarted():
-            return answering.opening(told.index)
-        case TurnDelta():
-            return answering.piece(told.index, told.event)
-        case TurnFinished():
-            return answering.ending(told.index, told.event)
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    yield wire.ended()
 
 
 async def _with_silence(

@@ -1,0 +1,1 @@
+"""Anthropic's dialect: messages, and how many tokens they have."""

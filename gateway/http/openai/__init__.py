@@ -1,0 +1,1 @@
+"""OpenAI's dialect: chat, plain completions, responses, models."""
