@@ -77,9 +77,17 @@ class HttpSettings:
     max_body_bytes: int = 16 * 2**20
     # Seconds that running requests get to end when the server stops.
     drain_s: float = 30.0
+    # Seconds from a request's first byte to its last: 16 MiB at 1 Mbit/s take 134.
+    request_s: float = 180.0
+    # Seconds that an answer may lie unread once its connection's buffers are full.
+    unread_s: float = 60.0
 
     def __post_init__(self) -> None:
         _check_listening(self, "http_port")
+        for name in ("request_s", "unread_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise InvalidSetting(name, f"must be greater than 0, got {value}")
 
 
 @dataclass(frozen=True, slots=True)

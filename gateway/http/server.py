@@ -12,6 +12,7 @@ import uvicorn
 
 from coordinator.errors import InvalidSetting
 from gateway.http.app import make_app
+from gateway.http.connection import ConnectionConfig
 from gateway.service import GenerationService
 from gateway.settings import HttpSettings
 
@@ -31,13 +32,15 @@ class _Server(uvicorn.Server):
 async def serve_http(service: GenerationService, settings: HttpSettings) -> AsyncIterator[str]:
     """Listens and yields HOST:PORT; on leaving, running requests get `drain_s` to end. Raises InvalidSetting."""
     listening = _listen(settings)
-    config = uvicorn.Config(
+    config = ConnectionConfig(
         make_app(service, settings.max_body_bytes),
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
         backlog=_BACKLOG,
+        request_s=settings.request_s,
+        unread_s=settings.unread_s,
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
     )
     server = _Server(config)

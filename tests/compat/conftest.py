@@ -18,10 +18,12 @@ from fakering.model import FakeModel
 from fakering.ring import FakeRing
 from gateway.chat.byte_tokenizer import END, ByteTokenizer
 from gateway.client import Client
+from gateway.http.server import serve_http
 from gateway.pb.generation_pb2_grpc import GenerationServiceStub
 from gateway.rpc.server import serve_grpc
 from gateway.service import GenerationService
-from gateway.settings import GrpcSettings
+from gateway.settings import GrpcSettings, HttpSettings
+from tests.compat.http_client import Http
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -85,3 +87,20 @@ async def _site(
 def site() -> Callable[..., AbstractAsyncContextManager[Site]]:
     """Makes a site; `endless`: answers that never end by themselves, `step_s`: seconds a frame takes."""
     return _site
+
+
+@pytest.fixture
+def http(
+    site: Callable[..., AbstractAsyncContextManager[Site]],
+) -> Callable[..., AbstractAsyncContextManager[tuple[Http, Site]]]:
+    """Makes a site behind HTTP."""
+
+    @asynccontextmanager
+    async def make(**kinds: Any) -> AsyncIterator[tuple[Http, Site]]:
+        named = ("max_body_bytes", "request_s", "unread_s")
+        own = {name: kinds.pop(name) for name in named if name in kinds}
+        settings = HttpSettings(drain_s=1.0, **own)
+        async with site(**kinds) as fake, serve_http(fake.service, settings) as address:
+            yield Http(address), fake
+
+    return make

@@ -8,91 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gateway.http.server import serve_http
-from gateway.settings import HttpSettings
-
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from contextlib import AbstractAsyncContextManager
-
-    from tests.compat.conftest import Site
-
-from contextlib import asynccontextmanager
+    from collections.abc import Callable
 
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-class Http:
-    """As little of an HTTP client as shows what is on the wire, and when."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._host, self._port = host, int(port)
-
-    async def opened(
-        self, method: str, path: str, body: Any = None, **headers: str
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        raw = (
-            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        )
-        lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(raw)}"]
-        lines += ["connection: close", *(f"{k.replace('_', '-')}: {v}" for k, v in headers.items())]
-        writer.write("\r\n".join([*lines, "", ""]).encode() + raw)
-        await writer.drain()
-        return reader, writer
-
-    async def head(self, reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-        raw = (await reader.readuntil(b"\r\n\r\n")).decode()
-        first, *lines = raw.strip().split("\r\n")
-        return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines)
-
-    async def ask(
-        self, method: str, path: str, body: Any = None, **headers: str
-    ) -> tuple[int, dict[str, str], bytes]:
-        reader, writer = await self.opened(method, path, body, **headers)
-        try:
-            status, given = await self.head(reader)
-            raw = await reader.read()
-        finally:
-            writer.close()
-        return status, given, _unchunked(raw) if "transfer-encoding" in given else raw
-
-    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, str], Any]:
-        status, given, raw = await self.ask("POST", path, body, **headers)
-        return status, given, json.loads(raw)
-
-    async def events(self, path: str, body: Any, **headers: str) -> list[Any]:
-        status, given, raw = await self.ask("POST", path, body, **headers)
-        assert (status, given["content-type"].split(";")[0]) == (200, "text/event-stream")
-        lines = [line for line in raw.decode().split("\n\n") if line and not line.startswith(":")]
-        return [
-            each if each == "[DONE]" else json.loads(each)
-            for each in (line.removeprefix("data: ") for line in lines)
-        ]
-
-
-def _unchunked(raw: bytes) -> bytes:
-    parts = []
-    while raw:
-        size, _, rest = raw.partition(b"\r\n")
-        parts.append(rest[: int(size, 16)])
-        raw = rest[int(size, 16) + 2 :]
-    return b"".join(parts)
-
-
-@pytest.fixture
-def http(
-    site: Callable[..., AbstractAsyncContextManager[Site]],
-) -> Callable[..., AbstractAsyncContextManager[tuple[Http, Site]]]:
-    @asynccontextmanager
-    async def make(**kinds: Any) -> AsyncIterator[tuple[Http, Site]]:
-        most = kinds.pop("max_body_bytes", 16 * 2**20)
-        settings = HttpSettings(drain_s=1.0, max_body_bytes=most)
-        async with site(**kinds) as fake, serve_http(fake.service, settings) as address:
-            yield Http(address), fake
-
-    return make
 
 
 Making = Any

@@ -1,0 +1,92 @@
+"""One client's connection: how long it may take over sending a request, and how long it may leave an answer unread.
+
+Decides when a connection is given up; whose turn that ends is for the routes, which see a client that left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+# The client has said all of its request, or will say nothing more.
+_ARRIVED = frozenset({h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR})
+
+
+class ConnectionConfig(uvicorn.Config):
+    """uvicorn's settings and ours. Both are seconds."""
+
+    def __init__(self, app: Any, *, request_s: float, unread_s: float, **others: Any) -> None:
+        super().__init__(app, http=Connection, **others)
+        self.request_s = request_s
+        self.unread_s = unread_s
+
+
+class Connection(H11Protocol):
+    """Aborted, not closed: closing would wait until the other side has read what lies there, which it does not."""
+
+    config: ConnectionConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        give_up = self._give_up
+        late = "its request did not arrive in time"
+        self._arrival = _Deadline(self.loop, self.config.request_s, lambda: give_up(late))
+        unread = "its answer was not read in time"
+        self._reading = _Deadline(self.loop, self.config.unread_s, lambda: give_up(unread))
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arrival.start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrival.stop()
+        self._reading.stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state in _ARRIVED:
+            self._arrival.stop()
+        else:
+            self._arrival.start()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reading.stop()
+
+    def _give_up(self, why: str) -> None:
+        log.info("a client is given up: %s", why)
+        self.transport.abort()
+
+
+class _Deadline:
+    """`after_s` seconds from when it was started first."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, after_s: float, then: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._after_s = after_s
+        self._then = then
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._after_s, self._then)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
