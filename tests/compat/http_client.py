@@ -10,12 +10,12 @@ from typing import Any
 class Http:
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        self._host, self._port = host, int(port)
+        self.host, self.port = host, int(port)
 
     async def opened(
         self, method: str, path: str, body: Any = None, **headers: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+        reader, writer = await asyncio.open_connection(self.host, self.port)
         raw = (
             body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         )
@@ -39,7 +39,7 @@ class Http:
             raw = await reader.read()
         finally:
             writer.close()
-        return status, given, _unchunked(raw) if "transfer-encoding" in given else raw
+        return status, given, unchunked(raw) if "transfer-encoding" in given else raw
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, str], Any]:
         status, given, raw = await self.ask("POST", path, body, **headers)
@@ -55,7 +55,7 @@ class Http:
         ]
 
 
-def _unchunked(raw: bytes) -> bytes:
+def unchunked(raw: bytes) -> bytes:
     parts = []
     while raw:
         size, _, rest = raw.partition(b"\r\n")

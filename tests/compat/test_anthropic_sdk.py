@@ -1,0 +1,201 @@
+"""Anthropic's own client, strict, over a real socket: what its types refuse would break those who use it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from gateway.http.server import serve_http
+from gateway.settings import HttpSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
+
+    from tests.compat.conftest import Site
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+# The package leaves out what Anthropic's newest models take no more.
+GREEDY = {"temperature": 0}
+ASK: Any = {"model": "fake", "messages": HELLO, "max_tokens": 9, "extra_body": GREEDY}
+EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+Making = Any
+
+
+@pytest.fixture
+def sdk(
+    site: Callable[..., AbstractAsyncContextManager[Site]],
+) -> Callable[..., AbstractAsyncContextManager[tuple[AsyncAnthropic, Site]]]:
+    @asynccontextmanager
+    async def make(**kinds: Any) -> AsyncIterator[tuple[AsyncAnthropic, Site]]:
+        async with (
+            site(**kinds) as fake,
+            serve_http(fake.service, HttpSettings(drain_s=1.0)) as address,
+            AsyncAnthropic(
+                base_url=f"http://{address}",
+                api_key="none",
+                max_retries=0,
+                _strict_response_validation=True,
+            ) as client,
+        ):
+            yield client, fake
+
+    return make
+
+
+async def test_a_message_is_whole_and_says_what_was_reused(sdk: Making) -> None:
+    async with sdk(endless=True) as (client, _):
+        answer = await client.messages.create(**ASK)
+        assert answer.id.startswith("msg_")
+        assert (answer.type, answer.role, answer.model) == ("message", "assistant", "fake")
+        assert [block.type for block in answer.content] == ["text"]
+        assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
+        used = answer.usage
+        assert (used.cache_read_input_tokens, used.output_tokens) == (0, 9)
+        assert answer._request_id
+        again = await client.messages.create(**ASK)
+        assert again.content == answer.content
+        assert again.usage.cache_read_input_tokens == used.input_tokens
+        assert again.usage.input_tokens == 0
+
+
+async def test_a_stream_says_the_same_in_pieces(sdk: Making) -> None:
+    async with sdk(endless=True) as (client, _):
+        whole = await client.messages.create(**ASK)
+        events = [event async for event in await client.messages.create(**ASK, stream=True)]
+        for event in events:
+            EVENTS.validate_python(event.model_dump())
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["message_start", "content_block_start"]
+        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        assert events[0].message.usage.cache_read_input_tokens == whole.usage.input_tokens
+        assert events[-2].usage.output_tokens == 9
+        async with client.messages.stream(**ASK) as stream:
+            final = await stream.get_final_message()
+        assert final.content == whole.content
+        assert final.stop_reason == "max_tokens"
+
+
+async def test_a_stop_sequence_is_named(sdk: Making) -> None:
+    async with sdk(endless=True) as (client, _):
+        said = (await client.messages.create(**ASK)).content[0].text
+        answer = await client.messages.create(**ASK, stop_sequences=["\n\nnever", said[3:6]])
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", said[3:6])
+        assert answer.content[0].text == said[:3]
+
+
+async def test_an_answer_that_fills_the_lane_says_so(sdk: Making) -> None:
+    async with sdk(endless=True) as (client, _):
+        long: Any = [{"role": "user", "content": "x" * 2000}]
+        answer = await client.messages.create(model="fake", messages=long, max_tokens=4000)
+        assert answer.stop_reason == "model_context_window_exceeded"
+
+
+async def test_tokens_are_counted_as_a_message_reads_them(sdk: Making) -> None:
+    ask: Any = {
+        "model": "fake",
+        "messages": HELLO,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "tools": [{"name": "look", "description": "Looks", "input_schema": {"type": "object"}}],
+    }
+    async with sdk(endless=True) as (client, _):
+        count = await client.messages.count_tokens(**ask)
+        answer = await client.messages.create(**ask, max_tokens=1)
+        assert count.input_tokens == answer.usage.input_tokens > 100
+
+
+async def test_a_prompt_can_be_computed_without_an_answer(sdk: Making) -> None:
+    async with sdk(endless=True) as (client, _):
+        read = await client.messages.create(**{**ASK, "max_tokens": 0})
+        assert (read.content, read.usage.output_tokens) == ([], 0)
+        answer = await client.messages.create(**ASK)
+        assert answer.usage.input_tokens == 0
+
+
+async def test_claude_codes_query_betas_and_model_names_do_no_harm(sdk: Making) -> None:
+    async with sdk(endless=True) as (client, _):
+        answer = await client.beta.messages.create(
+            **{**ASK, "model": "claude-haiku-4-5"},
+            betas=["claude-code-20250219", "interleaved-thinking-2025-05-14"],
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            metadata={"user_id": "user_ab_account__session_0a1b"},
+            service_tier="auto",
+        )
+        assert answer.model == "fake"
+
+
+async def test_errors_are_those_that_anthropics_clients_know(sdk: Making) -> None:
+    async with sdk() as (client, _):
+        long: Any = [{"role": "user", "content": "x" * 3000}]
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum") as over:
+            await client.messages.create(model="fake", messages=long, max_tokens=5, stream=True)
+        assert over.value.type == "invalid_request_error"
+        assert over.value.body["request_id"] == over.value.request_id
+        with pytest.raises(anthropic.BadRequestError, match="temperature"):
+            await client.messages.create(**{**ASK, "extra_body": {"temperature": -1}})
+        with pytest.raises(anthropic.NotFoundError) as other:
+            await client.messages.create(**{**ASK, "model": "gpt"})
+        assert other.value.type == "not_found_error"
+        with pytest.raises(anthropic.NotFoundError) as nowhere:
+            await client.messages.batches.list()
+        assert nowhere.value.type == "not_found_error"
+
+
+async def test_a_ring_that_does_not_run_is_overloaded(sdk: Making) -> None:
+    async with sdk(start=False) as (client, _):
+        with pytest.raises(anthropic.InternalServerError) as busy:
+            await client.messages.create(**ASK)
+        assert (busy.value.status_code, busy.value.type) == (529, "overloaded_error")
+        assert int(busy.value.response.headers["retry-after"]) >= 1
+
+
+async def test_a_full_queue_says_when_to_come_again(sdk: Making) -> None:
+    async with sdk(endless=True, step_s=0.05, queue_limit=1) as (client, fake):
+        ask: Any = {**ASK, "max_tokens": 400, "stream": True}
+        running = [asyncio.create_task(client.messages.create(**ask)) for _ in range(5)]
+        await _until(lambda: fake.driver.status().waiting_jobs == 1)
+        with pytest.raises(anthropic.RateLimitError) as full:
+            await client.messages.create(**ASK)
+        assert full.value.type == "rate_limit_error"
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_an_error_behind_the_first_byte_comes_in_band(sdk: Making) -> None:
+    async with sdk(endless=True, step_s=0.01) as (client, fake):
+        stream = await client.messages.create(**{**ASK, "max_tokens": 900}, stream=True)
+
+        async def read() -> None:
+            async for _ in stream:
+                await fake.driver._ring.stop()
+
+        with pytest.raises(anthropic.APIStatusError, match="lost") as broken:
+            await read()
+        assert broken.value.type == "api_error"
+
+
+async def test_closing_a_stream_frees_its_lane(sdk: Making) -> None:
+    async with sdk(endless=True, step_s=0.01) as (client, fake):
+        stream = await client.messages.create(**{**ASK, "max_tokens": 900}, stream=True)
+        await anext(aiter(stream))
+        assert fake.driver.status().busy_lanes == 1
+        await stream.close()
+        await _until(lambda: fake.driver.status().busy_lanes == 0)
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to hold")
