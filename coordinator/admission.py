@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from coordinator.config import SchedulerSettings
 from coordinator.cuts import even_cuts, planned_cuts
 from coordinator.errors import ContextTooLong, InvalidValue
+from coordinator.events import Submitted
 from coordinator.foresight import Wish
-from coordinator.frames import CopyRows, LaneId, LoadNodes, Op, OpenLane, StoreNodes
+from coordinator.frames import CopyRows, LaneId, LoadNodes, NodeId, Op, OpenLane, StoreNodes
 from coordinator.jobs import Job
 from coordinator.lanes import LaneChoice, LaneTable
 from coordinator.ledger import Ledger
@@ -45,6 +46,19 @@ class Admission:
         if min(request.prompt) < 0 or max(request.prompt) >= self._info.vocab_size:
             raise InvalidValue("prompt", f"token ids must be in [0, {self._info.vocab_size})")
 
+    def job_of(self, submitted: Submitted) -> Job:
+        """The job that waits for a lane from now on."""
+        request = submitted.request
+        return Job(
+            submitted.job,
+            request,
+            submitted.now,
+            self._info.max_rows,
+            submitted.drafter,
+            self._info.state_rows,
+            self._retention.root(request.tenant),
+        )
+
     def seat(
         self, job: Job, running: Iterable[Job], now: float, *, alone: bool, store: Store
     ) -> bool:
@@ -56,7 +70,7 @@ class Admission:
             return False
         session = job.request.session
         reuse, most = job.request.reuse, self._most(job)
-        choice = self.lanes.choose(job.context, session, reuse=reuse, most=most)
+        choice = self.lanes.choose(job.context, session, reuse=reuse, most=most, root=job.root)
         if choice is None:
             return False
         self._rescue(choice, store)
@@ -66,15 +80,21 @@ class Admission:
                 job.request,
                 cached_prefix=choice.cached_prefix,
                 epoch=self._ledger.epoch,
-                # Rows without a state to go on from: only recurrent layers know such.
-                held=self._retention.held_in_lanes(job.context) if self._info.state_rows else 0,
+                root=job.root,
+                held=self._held_without_state(job),
             )
         self.lanes.take(choice, job.id, session)
-        self._retention.taken(choice.lane, job.request.prompt, job.request.anchor)
+        self._retention.taken(choice.lane, job)
         job.lane = choice.lane
         job.admitted_at = job.admitted_at if job.admitted_at is not None else now
         self._open(job, choice, alone=alone)
         return True
+
+    def _held_without_state(self, job: Job) -> int:
+        """Rows of the prompt that lack a state to go on from: only recurrent layers know such."""
+        if not self._info.state_rows:
+            return 0
+        return self._retention.held_in_lanes(job.context, job.root)
 
     def _should_wait(self, job: Job, running: Iterable[Job]) -> bool:
         """Another job is prefilling rows that this one could copy: to prefill them twice helps neither.
@@ -90,14 +110,15 @@ class Admission:
         longest = max(coming, default=0)
         if longest < self._settings.min_copy_rows:
             return False
-        return longest > self.usable_prefix(job.context)
+        return longest > self._usable_prefix(job.context, job.root)
 
     def reopen(self, job: Job) -> None:
         """The job's lane was refused: start over from what the replica still believes of it."""
         assert job.lane is not None
         most = self._most(job)
-        depth = self._ledger.restore_point(job.lane, job.context, most)
+        depth = self._ledger.restore_point(job.lane, job.context, most, job.root)
         choice = self._deepen(job, LaneChoice(job.lane, depth), most)
+        self.lanes.reopened(choice.lane, choice.cached_prefix)
         # A memo that is gone costs a row, which is none of the session's.
         promised = min(job.cached_prefix, len(job.context) - 1)
         if not job.announced and choice.cached_prefix < promised:
@@ -107,13 +128,16 @@ class Admission:
 
     def _most(self, job: Job) -> int:
         """How many rows may be reused: all but one, whose logits seed decoding, unless those were kept."""
-        known = job.request.reuse and self.memos.recall(job.context) is not None
+        known = job.request.reuse and self.memos.recall(job.context, job.root) is not None
         return len(job.context) - (0 if known else 1)
 
-    def usable_prefix(self, prompt: Sequence[int]) -> int:
-        """The deepest depth of a prompt that a lane or a chain of nodes holds. Changes nothing."""
-        held = self._retention.index.match(prompt).rows
-        return max(self.lanes.usable_prefix(prompt), min(held, len(prompt) - 1))
+    def usable_prefix(self, prompt: Sequence[int], tenant: str) -> int:
+        """The deepest depth of a tenant's prompt that a lane or a chain of nodes holds. Changes nothing."""
+        return self._usable_prefix(prompt, self._retention.root(tenant))
+
+    def _usable_prefix(self, prompt: Sequence[int], root: NodeId) -> int:
+        held = self._retention.index.match(prompt, root).rows
+        return max(self.lanes.usable_prefix(prompt, root), min(held, len(prompt) - 1))
 
     def _rescue(self, choice: LaneChoice, store: Store) -> None:
         kept = 0 if choice.copy_from is not None else choice.cached_prefix
@@ -125,7 +149,7 @@ class Admission:
         """Chain nodes instead, where they hold enough more of the context's first `most` rows than lanes do."""
         if not job.request.reuse:
             return choice
-        match = self._retention.index.match(job.context[:most])
+        match = self._retention.index.match(job.context[:most], job.root)
         if match.rows - choice.cached_prefix < self._settings.min_copy_rows:
             return choice
         self._retention.index.use(match.nodes)
@@ -138,18 +162,18 @@ class Admission:
         self._retention.left(job.lane)
         if job.request.session is not None:
             context = job.context[: job.true_rows]
-            self.pasts.ended(job.request.session, context, self._ledger.epoch)
+            self.pasts.ended(job.request.session, context, self._ledger.epoch, job.root)
 
     def refresh(self, jobs: Iterable[Job]) -> None:
         """What a job was to be opened from may be gone before its frame is sent."""
         for job in jobs:
-            forgotten = job.recall is not None and self.memos.recall(job.context) != job.recall
-            if forgotten or self._retention.is_stale(job.ops):
+            known = self.memos.recall(job.context, job.root) if job.recall is not None else None
+            if known != job.recall or self._retention.is_stale(job.ops):
                 self.reopen(job)
 
     def foreseen(self, wish: Wish, lane: LaneId) -> None:
         """The lane holds what the session's next prompt begins with: that is what it may expect to reuse."""
-        self.pasts.ended(wish.session, wish.tokens, self._ledger.epoch)
+        self.pasts.ended(wish.session, wish.tokens, self._ledger.epoch, self._ledger.root(lane))
         self._retention.left(lane)
 
     def close_session(self, session: SessionId) -> None:
@@ -159,14 +183,15 @@ class Admission:
     def _open(self, job: Job, choice: LaneChoice, *, alone: bool = False) -> None:
         depth = choice.cached_prefix
         opening: tuple[Op, ...] = (
-            OpenLane(choice.lane, job.id, depth, digest_of(job.context[:depth])),
+            OpenLane(choice.lane, job.id, depth, digest_of(job.context[:depth]), job.root),
         )
         if choice.copy_from is not None:
             opening = (CopyRows(choice.copy_from, choice.lane, depth), *opening)
         elif choice.nodes:
-            opening = (self._load(choice, job.context[:depth]), *opening)
+            opening = (self._load(choice, job.context[:depth], job.root), *opening)
         job.restore_points = self._restore_points(job, depth)
-        recall = self.memos.recall(job.context) if depth == len(job.context) else None
+        whole = depth == len(job.context)
+        recall = self.memos.recall(job.context, job.root) if whole else None
         job.open(depth, opening, self._cuts(job, depth, alone), recall)
 
     def _restore_points(self, job: Job, start: int) -> tuple[int, ...]:
@@ -179,9 +204,9 @@ class Admission:
         points = {request.anchor, *last_message, len(request.prompt) - 1}
         return tuple(sorted(point for point in points if start < point < len(job.context)))
 
-    def _load(self, choice: LaneChoice, context: Sequence[int]) -> LoadNodes:
+    def _load(self, choice: LaneChoice, context: Sequence[int], root: NodeId) -> LoadNodes:
         """Only the rows that the lane does not hold by chance."""
-        start = min(self._ledger.usable_prefix(choice.lane, context), len(context) - 1)
+        start = min(self._ledger.usable_prefix(choice.lane, context, root), len(context) - 1)
         nodes = [n for n in choice.nodes if self._retention.index.node(n).end > start]
         return LoadNodes(choice.lane, start, len(context), tuple(nodes))
 

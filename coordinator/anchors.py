@@ -23,17 +23,17 @@ class Anchors:
         self._heads: OrderedDict[NodeId, tuple[NodeId, ...]] = OrderedDict()  # by their last node
         self._by_hand: dict[NodeId, tuple[NodeId, ...]] = {}
 
-    def room_by_hand(self, prefix: Sequence[int] = ()) -> int:
+    def room_by_hand(self, root: NodeId, prefix: Sequence[int] = ()) -> int:
         """How long a prefix operators may still pin; rows of this one that are pinned already cost nothing."""
         self._forget_lost()
         known = {node for nodes in self._by_hand.values() for node in nodes}
-        anew = known.difference(self._index.match(prefix).nodes)
+        anew = known.difference(self._index.match(prefix, root).nodes)
         pinned = sum(self._index.node(node).rows for node in anew)
         return max(0, int(self._index.capacity * _SHARE) - pinned)
 
-    def pin(self, prefix: Sequence[int]) -> bool:
+    def pin(self, prefix: Sequence[int], root: NodeId) -> bool:
         """Pins a prefix until it is dropped; False where the store does not hold all of it."""
-        nodes = self._nodes_of(prefix)
+        nodes = self._nodes_of(prefix, root)
         if not nodes:
             return False
         self._forget_lost()
@@ -42,9 +42,9 @@ class Anchors:
             self._by_hand[nodes[-1]] = nodes
         return True
 
-    def want(self, head: Sequence[int]) -> None:
+    def want(self, head: Sequence[int], root: NodeId) -> None:
         """Pins a head's nodes, if they are there; those wanted longest ago give way where the room ends."""
-        nodes = self._nodes_of(head)
+        nodes = self._nodes_of(head, root)
         if not nodes:
             return
         self._forget_lost()
@@ -55,8 +55,8 @@ class Anchors:
         while self._heads and self._index.pinned_rows > 2 * self._index.capacity * _SHARE:
             self._index.unpin(self._heads.popitem(last=False)[1])
 
-    def _nodes_of(self, prefix: Sequence[int]) -> tuple[NodeId, ...]:
-        match = self._index.match(prefix)
+    def _nodes_of(self, prefix: Sequence[int], root: NodeId) -> tuple[NodeId, ...]:
+        match = self._index.match(prefix, root)
         return match.nodes if match.rows == len(prefix) else ()
 
     def _forget_lost(self) -> None:

@@ -6,12 +6,14 @@ Decides how a frame's room is shared between jobs. It neither sends nor admits: 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from coordinator.config import SchedulerSettings
 from coordinator.costs import Costs
-from coordinator.frames import Epoch, Frame, Op, Segment, SegmentKind, Seq, StoreNodes
+from coordinator.errors import ConstraintFailed
+from coordinator.frames import Epoch, Frame, JobId, Op, Segment, SegmentKind, Seq, StoreNodes
 from coordinator.jobs import Job, Phase
 from coordinator.memos import MemoSlots
 from coordinator.ring import RingInfo
@@ -27,6 +29,7 @@ class Batch:
         self.room = rows
         self._memos = memos
         self.segments: list[Segment] = []
+        self.failed: list[tuple[JobId, ConstraintFailed]] = []
         self._rows = 0
         self.ops: list[Op] = []
         self._whole_chunks = whole_chunks
@@ -43,12 +46,20 @@ class Batch:
         self._rows += segment.width
         self.room -= segment.width
 
+    @contextmanager
+    def sparing(self, job: Job) -> Iterator[None]:
+        """A constraint that fails costs its job; the frame goes without."""
+        try:
+            yield
+        except ConstraintFailed as failed:
+            self.failed.append((job.id, failed))
+
     def add_prefill(self, job: Job, rows: int) -> None:
         """The job's next chunk, cut to `rows` or what room there is."""
         budget = None if self._whole_chunks else min(rows, self.room)
         segment = job.prefill_segment(budget)
         if segment.kind is SegmentKind.PREFILL and segment.sampling is not None:
-            segment = replace(segment, memo=self._memos.choose(job.context))
+            segment = replace(segment, memo=self._memos.choose(job.context, job.root))
         self.add(job, segment)
 
     def frame(
@@ -100,13 +111,16 @@ class Filler:
             if batch.room < 1:
                 return
             share = batch.room // (len(waiting) - place)
-            batch.add_prefill(job, max(share, self._settings.min_chunk_rows))
+            with batch.sparing(job):
+                batch.add_prefill(job, max(share, self._settings.min_chunk_rows))
 
     def _add_verifies(self, batch: Batch, decoding: Sequence[Job], n_jobs: int, now: float) -> None:
         # Not all in one frame: while one stage computes these, the other needs some too.
         share = math.ceil(len(decoding) / self._info.stages)
         widest = max(1, self._settings.frame_rows // max(share, 1))
         for job in decoding:
+            if len(batch.segments) >= share:
+                return
             plan = plan_speculation(
                 job.drafts_right.rate,
                 call_rows=self._costs.frames.call_rows,
@@ -115,6 +129,7 @@ class Filler:
                 max_width=min(self._settings.max_drafts + 1, widest),
                 draft_rows=self._costs.frames.rows_in(job.draft_time.per_token_s),
             )
-            segment = job.verify_segment(plan, now) if len(batch.segments) < share else None
-            if segment is not None:
-                batch.add(job, segment)
+            with batch.sparing(job):
+                segment = job.verify_segment(plan, now)
+                if segment is not None:
+                    batch.add(job, segment)

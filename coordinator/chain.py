@@ -62,7 +62,6 @@ class ChainIndex:
 
     def __init__(
         self,
-        root: NodeId,
         capacity: int,
         stored: Iterable[Node] = (),
         *,
@@ -82,7 +81,6 @@ class ChainIndex:
         self._checkpoints: set[NodeId] = set()
         self._dropped_checkpoints: list[NodeId] = []
         self.rows = self.pinned_rows = self._tick = 0
-        self._root = root
         self._entries: dict[NodeId, _Entry] = {}
         self._firsts: dict[tuple[NodeId, int], set[NodeId]] = {}  # by parent and first token
         self._leaves: list[tuple[int, NodeId]] = []  # a heap; what is not true in it is skipped
@@ -103,11 +101,11 @@ class ChainIndex:
 
     # What is there
 
-    def match(self, tokens: Sequence[int]) -> ChainMatch:
-        """The deepest published chain over the first tokens that can be gone on from. Changes nothing."""
+    def match(self, tokens: Sequence[int], root: NodeId) -> ChainMatch:
+        """The root's deepest published chain over the first tokens that can be gone on from. Changes nothing."""
         if self._most_checkpoints is not None:
-            return self._match_checkpoint(tokens)
-        parent, depth, path = self._root, 0, []
+            return self._match_checkpoint(tokens, root)
+        parent, depth, path = root, 0, []
         while depth < len(tokens):
             best, rows = self._best_child(parent, tokens[depth : depth + self._node_rows])
             if best is None:
@@ -128,11 +126,11 @@ class ChainIndex:
                 best, longest = child, rows
         return best, longest
 
-    def _match_checkpoint(self, tokens: Sequence[int]) -> ChainMatch:
+    def _match_checkpoint(self, tokens: Sequence[int], root: NodeId) -> ChainMatch:
         """Recurrent layers go on from the very end of a node with their state, and from nowhere else."""
         deepest = ChainMatch()
         path: list[NodeId] = []
-        parent: NodeId | None = self._root
+        parent: NodeId | None = root
         depth = 0
         while parent is not None and depth < len(tokens):
             whole = None
@@ -177,7 +175,11 @@ class ChainIndex:
     # What is stored
 
     def store(
-        self, tokens: Sequence[int], ends: Collection[int] = (), most: int | None = None
+        self,
+        tokens: Sequence[int],
+        root: NodeId,
+        ends: Collection[int] = (),
+        most: int | None = None,
     ) -> tuple[NodeSpan, ...]:
         """Nodes to be made of a lane's rows that have none yet, as many of the first as room can be made for.
 
@@ -185,8 +187,8 @@ class ChainIndex:
         nodes at once. The caller sends them, behind what take_drops() gives.
         """
         self._tick += 1
-        wanted = tuple(islice(self._missing(tokens, ends), most))
-        keep = frozenset(self._path(tokens))
+        wanted = tuple(islice(self._missing(tokens, ends, root), most))
+        keep = frozenset(self._path(tokens, root))
         made: list[NodeSpan] = []
         for node in wanted:
             checkpoint = node.end in ends and self._make_checkpoint_room(keep)
@@ -195,7 +197,7 @@ class ChainIndex:
                     made.append(self._mark(node))
                 continue
             self._supersede(node)
-            if node.parent != self._root and node.parent not in self._entries:
+            if node.start > 0 and node.parent not in self._entries:
                 continue  # its parent found no room
             if not self._make_room(node.rows, keep | {span.node for span in made}):
                 break
@@ -288,7 +290,7 @@ class ChainIndex:
 
     def _restore(self, node: Node, resumable: bool) -> None:
         """Takes in a node from before, unless nobody can go on from it."""
-        is_orphan = node.parent != self._root and node.parent not in self._entries
+        is_orphan = node.start > 0 and node.parent not in self._entries
         is_part = self._most_checkpoints is not None and node.rows < self._node_rows
         if is_orphan or (is_part and not resumable):
             self._dropped.append(node.id)
@@ -299,8 +301,9 @@ class ChainIndex:
             entry.checkpoint = entry.resumable = True
             self._checkpoints.add(node.id)
 
-    def _missing(self, tokens: Sequence[int], ends: Collection[int]) -> Iterator[Node]:
-        parent = self._root
+    def _missing(
+        self, tokens: Sequence[int], ends: Collection[int], parent: NodeId
+    ) -> Iterator[Node]:
         for start in range(0, len(tokens), self._node_rows):
             end = min(start + self._node_rows, len(tokens))
             for stop in sorted(e for e in ends if start < e < end):
@@ -324,9 +327,8 @@ class ChainIndex:
         if entry is None or (needs_state and not entry.checkpoint):
             yield Node(node, parent, start, array("i", block))
 
-    def _path(self, tokens: Sequence[int]) -> Iterator[NodeId]:
+    def _path(self, tokens: Sequence[int], parent: NodeId) -> Iterator[NodeId]:
         """The whole blocks of these tokens that are known."""
-        parent = self._root
         for start in range(0, len(tokens) - self._node_rows + 1, self._node_rows):
             parent = node_id(parent, tokens[start : start + self._node_rows])
             if parent not in self._entries:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import zip_longest
 
 from coordinator.frames import Frame, Reply
 from coordinator.jobs import Job
@@ -29,6 +30,18 @@ class RingCounts:
     misses: tuple[
         tuple[MissKind, int], ...
     ] = ()  # turns that reused less than their session had, by reason
+    draft_steps: int = 0  # segments with drafts in them
+
+    def plus(self, other: RingCounts) -> RingCounts:
+        """Of two rings together."""
+        added = {
+            each.name: getattr(self, each.name) + getattr(other, each.name)
+            for each in fields(self)
+            if each.type == "int"
+        }
+        busy = zip_longest(self.stage_busy_s, other.stage_busy_s, fillvalue=0.0)
+        misses = Counts(dict(self.misses)) + Counts(dict(other.misses))
+        return RingCounts(**added, stage_busy_s=tuple(map(sum, busy)), misses=tuple(misses.items()))
 
 
 class Counter:
@@ -37,7 +50,7 @@ class Counter:
     def __init__(self, stages: int) -> None:
         self._frames = self._rows = self._refusals = self._prefilled = self._reused = 0
         self._discarded = self._drafted = self._accepted = 0
-        self._restored = self._ahead = self._recalled = 0
+        self._restored = self._ahead = self._recalled = self._draft_steps = 0
         self._misses: Counts[MissKind] = Counts()
         self._busy = [0.0] * stages
 
@@ -48,9 +61,10 @@ class Counter:
         for timing in reply.timings:
             self._busy[timing.stage] += timing.compute_s
 
-    def drafts(self, drafted: int, accepted: int, discarded_frames: int) -> None:
-        self._drafted += drafted
-        self._accepted += accepted
+    def ended(self, job: Job, *, discarded_frames: int) -> None:
+        self._drafted += job.drafted
+        self._draft_steps += job.draft_steps
+        self._accepted += job.accepted
         self._discarded += discarded_frames
 
     def computed_ahead(self, rows: int) -> None:
@@ -80,4 +94,5 @@ class Counter:
             recalled=self._recalled,
             ahead_rows=self._ahead,
             misses=tuple(self._misses.items()),
+            draft_steps=self._draft_steps,
         )

@@ -51,7 +51,9 @@ from coordinator.events import (
 )
 from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, NodeId, Seq
-from coordinator.requests import Finished, Request, SessionId
+from coordinator.lanes import LaneStatus
+from coordinator.observe import RingObserver, RingWatch
+from coordinator.requests import Finished, Request, SessionId, TokenDelta
 from coordinator.ring import ProgressSink, Ring, RingInfo
 from coordinator.scheduler import Scheduler
 from coordinator.streams import JobStream
@@ -75,6 +77,7 @@ class RingStatus:
     counts: RingCounts
     stored_rows: int = 0  # of RingInfo.host_rows
     pinned_rows: int = 0
+    frames_in_flight: int = 0
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class _Job:
     drafter: Drafter
     session: SessionId | None
     deadline: Timer | None = None
+    decodes: bool = False  # it has a token
 
 
 class RingDriver:
@@ -97,8 +101,10 @@ class RingDriver:
         settings: SchedulerSettings,
         clock: Clock,
         drafters: DrafterFactory = ngram_drafter,
+        observers: Sequence[RingObserver] = (),
     ) -> None:
         self.name = name
+        self._watch = RingWatch(name, observers)
         self._drafters = drafters
         self._ring = ring
         self._settings = settings
@@ -147,7 +153,7 @@ class RingDriver:
         self._scheduler.admissible(request)
         job = self._next_job
         self._next_job = JobId(job + 1)
-        drafter = self._make_drafter(job) if request.draft else NoDrafter()
+        drafter = self._make_drafter(job, request.tenant) if request.draft else NoDrafter()
         entry = _Job(JobStream(job, self._cancel, self._satisfied), drafter, request.session)
         self._jobs[job] = entry
         if request.deadline_s is not None:
@@ -157,9 +163,10 @@ class RingDriver:
         self._handle(Submitted(job, request, drafter, self._clock.now()))
         return entry.stream
 
-    def _make_drafter(self, job: JobId) -> Drafter:
+    def _make_drafter(self, job: JobId, tenant: str) -> Drafter:
         loop = asyncio.get_running_loop()
-        return self._drafters(job, lambda: loop.call_soon_threadsafe(self._drafted, job))
+        wake = partial(loop.call_soon_threadsafe, self._drafted, job)
+        return self._drafters(job, wake, tenant)
 
     def _drafted(self, job: JobId) -> None:
         if job in self._jobs:
@@ -173,9 +180,9 @@ class RingDriver:
     def idle(self) -> bool:
         return not self._jobs
 
-    def usable_prefix(self, prompt: Sequence[int]) -> int:
-        """How many of the prompt's first tokens a lane of this ring holds. Changes nothing."""
-        return 0 if self._scheduler is None else self._scheduler.usable_prefix(prompt)
+    def usable_prefix(self, prompt: Sequence[int], tenant: str = "") -> int:
+        """How many of the prompt's first tokens a lane of this ring holds for the tenant. Changes nothing."""
+        return 0 if self._scheduler is None else self._scheduler.usable_prefix(prompt, tenant)
 
     def close_session(self, session: SessionId) -> None:
         """Cancels the session's jobs and gives its lanes up."""
@@ -201,18 +208,19 @@ class RingDriver:
         core = self._scheduler
         return () if core is None else tuple(core.retention.index.statuses())
 
-    def pin(self, prefix: tuple[int, ...]) -> None:
-        """Keeps a prefix's rows in the store until they are dropped. Raises InvalidValue."""
+    def pin(self, prefix: tuple[int, ...], tenant: str = "") -> None:
+        """Keeps a tenant's rows of a prefix in the store until they are dropped. Raises InvalidValue."""
         core = self._scheduler
         if core is None:
             raise RingUnavailable("the ring is loading")
-        held = core.retention.held_rows(prefix)
+        root = core.retention.root(tenant)
+        held = core.retention.held_rows(prefix, root)
         if held < len(prefix):
             raise InvalidValue("prefix", f"only {held} of its {len(prefix)} tokens are held here")
-        room = core.retention.anchors.room_by_hand(prefix)
+        room = core.retention.anchors.room_by_hand(root, prefix)
         if len(prefix) > room:
             raise InvalidValue("prefix", f"has {len(prefix)} tokens; {room} more can be pinned")
-        self._handle(PrefixPinned(prefix, self._clock.now()))
+        self._handle(PrefixPinned(prefix, tenant, self._clock.now()))
 
     def drop_node(self, node: NodeId) -> bool:
         """Drops a node and all that hangs on it; False when it is unknown."""
@@ -241,7 +249,16 @@ class RingDriver:
             counts=core.counts if core is not None else RingCounts(),
             stored_rows=core.retention.index.rows if core is not None else 0,
             pinned_rows=core.retention.index.pinned_rows if core is not None else 0,
+            frames_in_flight=_in_flight(core) if core is not None else 0,
         )
+
+    def lanes(self, most: int) -> tuple[LaneStatus, ...]:
+        """Built when it is asked for; where there are more than `most`, those used last."""
+        core = self._scheduler
+        return () if core is None else core.lanes.statuses(most, self._decodes)
+
+    def _decodes(self, job: JobId) -> bool:
+        return job in self._jobs and self._jobs[job].decodes
 
     def _cancel(self, job: JobId) -> None:
         self._end(job, Cancelled())
@@ -281,6 +298,7 @@ class RingDriver:
             told = {action.job for action in actions if isinstance(action, Fail)}
             unheard = [job for job in self._jobs if job not in told]
             actions = [*actions, *(Fail(job, StageLost(str(broken))) for job in unheard)]
+        self._watch.handled(event, actions)
         for action in actions:
             self._carry_out(action)
 
@@ -293,6 +311,7 @@ class RingDriver:
                     self._lost(lost)
             case Emit(job, event):
                 self._jobs[job].stream.put(event)
+                self._jobs[job].decodes |= isinstance(event, TokenDelta)
                 if isinstance(event, Finished):
                     self._forget(job)
             case Fail(job, error):
@@ -357,3 +376,9 @@ class RingDriver:
 
     def _late(self, epoch: Epoch, seq: Seq) -> None:
         self._handle(ReplyOverdue(epoch, seq, self._clock.now()))
+
+
+def _in_flight(core: Scheduler) -> int:
+    """Frames are numbered without gaps and answered in order."""
+    oldest = core.oldest_in_flight
+    return 0 if oldest is None else core.ledger.next_seq - oldest

@@ -4,14 +4,19 @@
     ├── RequestError              the request cannot be served as it stands; a retry changes nothing
     │   ├── InvalidValue          a field holds a value that means nothing here
     │   ├── ContextTooLong        the prompt has more tokens than a lane has rows
+    │   ├── InvalidApiKey         no key was shown, or none that is known here
+    │   ├── NotAnOperator         the key may ask for turns, and not change the rings
     │   ├── RequestTooLarge       the message is larger than the gateway reads
     │   └── ModelNotFound         another model was asked for than the one that is served
     ├── BusyError                 nothing is wrong with the request; try again later
     │   ├── QueueFull             the bounded queue holds as many jobs as it may
+    │   ├── RateLimited           the caller's key has used what it may for now
+    │   ├── TooManyViewers        as many look at the status page as may
     │   └── RingUnavailable       the ring is loading, re-forming or draining
     ├── JobError                  a job that had been accepted ended early
     │   ├── Cancelled             its client left or asked for it
     │   ├── DeadlineExceeded      its deadline passed
+    │   ├── ConstraintFailed      its grammar could not say what may follow
     │   └── StageLost             its ring was lost and could not be rebuilt
     ├── RingLost                  a stage died, hung or answered out of order; raised by rings
     ├── SetupError                ringserve cannot start as it was told to
@@ -68,6 +73,26 @@ class ContextTooLong(RequestError):
         self.limit = limit
 
 
+class InvalidApiKey(RequestError):
+    """No key was shown, or none that is known here. It tells nothing of the keys."""
+
+    code: ClassVar[str] = "invalid_api_key"
+
+    def __init__(self, *, given: bool) -> None:
+        super().__init__(
+            "the API key is not known here" if given else "an API key is needed and none was given"
+        )
+
+
+class NotAnOperator(RequestError):
+    """The key may ask for turns, and not change what the rings are or keep."""
+
+    code: ClassVar[str] = "permission_denied"
+
+    def __init__(self) -> None:
+        super().__init__("this API key is not an operator's")
+
+
 class RequestTooLarge(RequestError):
     """The message is larger than the gateway reads."""
 
@@ -112,6 +137,30 @@ class QueueFull(BusyError):
         self.waiting = waiting
 
 
+class RateLimited(BusyError):
+    """The caller's key has used what it may for now; others' requests are served."""
+
+    code: ClassVar[str] = "rate_limit_exceeded"
+
+    def __init__(self, *, what: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"this API key may use {limit} {what}; try again in {retry_after_s:.1f} s",
+            retry_after_s=retry_after_s,
+        )
+        self.what = what
+        self.limit = limit
+
+
+class TooManyViewers(BusyError):
+    """As many clients look at the status page as may; it costs the others nothing."""
+
+    code: ClassVar[str] = "too_many_viewers"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} viewers look already; try again later", retry_after_s=5.0)
+        self.limit = limit
+
+
 class RingUnavailable(BusyError):
     """No ring can take the job now: loading, re-forming or draining."""
 
@@ -142,6 +191,16 @@ class DeadlineExceeded(JobError):
 
     def __init__(self) -> None:
         super().__init__("the deadline passed before the answer was complete")
+
+
+class ConstraintFailed(JobError):
+    """The job's grammar could not say what may follow: it met a limit, or nothing may."""
+
+    code: ClassVar[str] = "constraint_failed"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the grammar could not go on: {reason}")
+        self.reason = reason
 
 
 class StageLost(JobError):

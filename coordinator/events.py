@@ -85,9 +85,10 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class PrefixPinned:
-    """An operator wants these rows to stay."""
+    """An operator wants these rows, of this tenant, to stay."""
 
     prefix: tuple[int, ...]
+    tenant: str
     now: float
 
 
@@ -158,7 +159,7 @@ def story_line(event: Event) -> str:
             return f"{now:.3f} submitted job={job} tokens={len(request.prompt)}"
         case NextKnown(wish, now):
             return f"{now:.3f} next known session={wish.session} tokens={len(wish.tokens)}"
-        case PrefixPinned(prefix, now):
+        case PrefixPinned(prefix, _, now):
             return f"{now:.3f} pinned tokens={len(prefix)}"
         case ReplyArrived(reply, now):
             refused = ",".join(refusal.code for refusal in reply.refusals) or "-"

@@ -21,8 +21,10 @@ from coordinator.cuts import next_cut, planned_cuts
 from coordinator.frames import Epoch, Frame, JobId, LaneId, OpenLane, Segment, SegmentKind, Seq
 from coordinator.lanes import LaneTable
 from coordinator.ledger import Ledger
+from coordinator.nodes import root_of
 from coordinator.prefixes import digest_of
 from coordinator.requests import Request, SessionId
+from coordinator.ring import RingInfo
 
 # The job of every frame that serves nobody yet: replies to it concern no client.
 AHEAD = JobId(-1)
@@ -35,11 +37,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a session's next prompt begins with; `boundaries` as in Request."""
+    """What a session's next prompt begins with; `boundaries` and `tenant` as in Request."""
 
     session: SessionId
     tokens: tuple[int, ...]
     boundaries: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +62,14 @@ class Step:
 
 
 class Foresight:
-    """`exact`: as in RingInfo."""
-
     def __init__(
-        self, ledger: Ledger, lanes: LaneTable, settings: SchedulerSettings, *, exact: bool
+        self, ledger: Ledger, lanes: LaneTable, settings: SchedulerSettings, info: RingInfo
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._settings = settings
-        self._exact = exact
+        self._exact = info.exact
+        self._fingerprint = info.model_fingerprint
         self._wishes: OrderedDict[SessionId, Wish] = OrderedDict()
         # Rows from the first on that whole chunks made, by session; of an exact ring all are as good.
         self._whole: OrderedDict[SessionId, int] = OrderedDict()
@@ -107,14 +109,15 @@ class Foresight:
         """What an idle ring may compute now; None when there is nothing. Wishes that came true are forgotten."""
         for wish in tuple(self._wishes.values()):
             lane = self._lanes.lane_of(wish.session)
-            if lane is None or self._lanes.is_busy(lane):
+            root = root_of(self._fingerprint, wish.tenant)
+            if lane is None or self._lanes.is_busy(lane) or self._ledger.root(lane) != root:
                 self.forget(wish.session)
                 continue
             depth = self._depth(wish, lane)
             if depth == len(wish.tokens):
                 self.forget(wish.session)
                 continue
-            opening = OpenLane(lane, AHEAD, depth, digest_of(wish.tokens[:depth]))
+            opening = OpenLane(lane, AHEAD, depth, digest_of(wish.tokens[:depth]), root)
             tokens = wish.tokens[
                 depth : next_cut(self._cuts(len(wish.tokens), wish.boundaries), depth)
             ]
@@ -125,12 +128,13 @@ class Foresight:
 
     def _depth(self, wish: Wish, lane: LaneId) -> int:
         """From where on rows are to be computed."""
-        held = self._ledger.restore_point(lane, wish.tokens, len(wish.tokens))
+        root = self._ledger.root(lane)
+        held = self._ledger.restore_point(lane, wish.tokens, len(wish.tokens), root)
         whole = self._whole.get(wish.session, held)
         if whole >= held:
             return held
         # Recurrent layers may not be able to go back there: their rows stay as they are.
-        return self._ledger.restore_point(lane, wish.tokens, whole) or (held if whole else 0)
+        return self._ledger.restore_point(lane, wish.tokens, whole, root) or (held if whole else 0)
 
     def refused(self, lane: LaneId) -> None:
         """Some stage does not hold what we believed. A job that has the lane by now is told by its own opening.

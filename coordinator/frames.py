@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+from coordinator.constraints import lets_any
 from coordinator.requests import RowLogprobs, SamplingSpec
 
 JobId = NewType("JobId", int)
@@ -20,11 +21,13 @@ Epoch = NewType("Epoch", int)
 Seq = NewType("Seq", int)
 
 # Coordinator and stages may come from different wheels; a ring refuses to start on another number.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 NodeId = NewType("NodeId", bytes)
 
 DIGEST_BYTES = 16  # 128 bits: a clash would need 2**64 prefixes
+
+NO_ROOT = NodeId(b"")  # of rows that never were anybody's
 
 MOST_MEMOS = 1 << 16  # slots; a bound for frames that nobody of ours has made
 
@@ -42,18 +45,21 @@ def _require_ids(nodes: tuple[NodeId, ...]) -> None:
 class OpenLane:
     """Gives a lane to a job: its first `cached_prefix` rows stay valid, all others become void.
 
-    `prefix_digest` is ledger.digest_of() of the token ids that those rows are claimed to hold.
+    `prefix_digest` is ledger.digest_of() of the token ids that those rows are claimed to hold, `root` that of the chain
+    that they would be: the job's model and tenant. Rows of another root are none of the job's.
     """
 
     lane: LaneId
     job: JobId
     cached_prefix: int
     prefix_digest: bytes
+    root: NodeId = NO_ROOT
 
     def __post_init__(self) -> None:
         _require(self.lane >= 0, "lane is negative")
         _require(self.cached_prefix >= 0, "cached_prefix is negative")
         _require(len(self.prefix_digest) == DIGEST_BYTES, "prefix_digest has a wrong length")
+        _require(len(self.root) in (0, DIGEST_BYTES), "root has a wrong length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,7 @@ class Segment:
     """Writes rows [start, end) of one lane with `tokens`; each row reads the rows up to itself.
 
     `memo` is a slot of the tail: a PREFILL leaves its last row's logits there, a RECALL samples from them.
+    `masks`: what may be sampled at each sampled row, as in constraints.Constraint; none: anything at all of them.
     """
 
     lane: LaneId
@@ -166,6 +173,7 @@ class Segment:
     sampling: SamplingSpec | None = None  # None on a PREFILL: samples nothing
     prompt_tokens: int = 0  # rows from here on hold generated tokens; penalties tell them apart
     memo: int | None = None
+    masks: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.lane >= 0, "lane is negative")
@@ -177,6 +185,9 @@ class Segment:
             "a segment that samples needs a sampling spec",
         )
         self._require_memo()
+        if self.masks:
+            _require(len(self.masks) == len(self.sampled_rows), "masks are not one a sampled row")
+            _require(all(lets_any(mask) for mask in self.masks), "a mask lets nothing follow")
 
     def _require_memo(self) -> None:
         if self.kind is SegmentKind.RECALL:
@@ -292,3 +303,6 @@ class Reply:
     refusals: tuple[Refusal, ...] = ()
     timings: tuple[StageTiming, ...] = ()
     lost: tuple[NodeId, ...] = ()  # nodes that some stage does not have, or could not keep
+
+    def refusal_of(self, lane: LaneId) -> Refusal | None:
+        return next((refusal for refusal in self.refusals if refusal.lane == lane), None)

@@ -11,9 +11,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.acceptance import Acceptance, accept
+from coordinator.constraints import asked_masks, forced_drafts
 from coordinator.cuts import next_cut
 from coordinator.drafters import Drafter
-from coordinator.frames import JobId, LaneId, LoadNodes, Op, Segment, SegmentKind, SegmentReply, Seq
+from coordinator.frames import (
+    NO_ROOT,
+    JobId,
+    LaneId,
+    LoadNodes,
+    NodeId,
+    Op,
+    Segment,
+    SegmentKind,
+    SegmentReply,
+    Seq,
+)
 from coordinator.prefixes import common_prefix
 from coordinator.requests import (
     FinishReason,
@@ -42,6 +54,7 @@ class Job:
     max_rows: int
     drafter: Drafter
     state_rows: int = 0  # as in RingInfo
+    root: NodeId = NO_ROOT  # of the chain that its rows would be: the model's and the tenant's
     context: list[int] = field(init=False)
     phase: Phase = Phase.WAITING
     lane: LaneId | None = None
@@ -69,6 +82,7 @@ class Job:
     admitted_at: float | None = None
     first_token_at: float | None = None
     drafted: int = 0
+    draft_steps: int = 0  # segments with drafts in them
     accepted: int = 0
     discarded: int = 0  # frames that a failed guess made void
     drafts_right: DraftRate = field(default_factory=DraftRate)
@@ -121,7 +135,9 @@ class Job:
         self.guess, self.in_flight, self.served = [], 0, -1
 
     def shared_prefix(self, other: Job) -> int:
-        """How many leading tokens two jobs' prompts share."""
+        """How many leading tokens two jobs' prompts share; of two tenants' none."""
+        if self.root != other.root:
+            return 0
         known = self._shared.get(other.id)
         if known is None:
             known = self._shared[other.id] = common_prefix(
@@ -146,19 +162,24 @@ class Job:
         return self.phase is Phase.PREFILL and unsent
 
     def prefill_segment(self, row_budget: int | None) -> Segment:
-        """The next chunk, cut short to the budget if there is one. The last one's last row seeds decoding."""
+        """The next chunk, cut short to the budget if there is one. The last one's last row seeds decoding.
+        Raises ConstraintFailed.
+        """
         if self.recall is not None:
-            return self._segment(self.cursor, (), SegmentKind.RECALL, True)
+            return self._segment(self.cursor, (), SegmentKind.RECALL, True, self._masks(()))
         end = next_cut(self.cuts, self.cursor)
         if row_budget is not None:
             end = min(end, self.cursor + row_budget)
         last = end == len(self.context)
-        return self._segment(end, self.context[self.cursor : end], SegmentKind.PREFILL, last)
+        masks = self._masks(()) if last else ()
+        tokens = self.context[self.cursor : end]
+        return self._segment(end, tokens, SegmentKind.PREFILL, last, masks)
 
     def verify_segment(self, plan: Speculation, now: float) -> Segment | None:
         """[anchor] + drafts, or drafts alone behind frames in flight; None when there is nothing to send.
 
-        No draft may outlive the job's limit, and none stands behind an end of turn.
+        No draft may outlive the job's limit, stand behind an end of turn or break the job's constraint. Raises
+        ConstraintFailed.
         """
         if self.phase is not Phase.DECODE or self.in_flight >= plan.depth:
             return None
@@ -170,14 +191,42 @@ class Job:
         drafts = self._draft(width - len(anchor), now)
         if drafts is None:
             return None
-        tokens = (*anchor, *_before_stop(drafts, self.request.stop_tokens))
+        drafts = _before_stop(drafts, self.request.stop_tokens)
+        if not (anchor or drafts):
+            return None
+        masks = self._masks(drafts)
+        tokens = (*anchor, *(drafts[: len(masks) - 1] if masks else drafts))
         if not tokens:
             return None
-        return self._segment(self.cursor + len(tokens), tokens, SegmentKind.VERIFY, True)
+        end, masks = self.cursor + len(tokens), masks[-len(tokens) :]
+        return self._segment(end, tokens, SegmentKind.VERIFY, True, masks)
+
+    def _masks(self, drafts: Sequence[int]) -> tuple[bytes, ...]:
+        """What may follow all that is decided or guessed, and then each of `drafts` up to one that may not stand there.
+        None without a constraint.
+        """
+        constraint = self.request.constraint
+        if constraint is None:
+            return ()
+        return asked_masks(constraint, self._said, drafts)
+
+    def _forced(self, limit: int) -> tuple[int, ...]:
+        constraint = self.request.constraint
+        if constraint is None or not self.request.draft:
+            return ()
+        return forced_drafts(constraint, self._said, limit)
+
+    @property
+    def _said(self) -> list[int]:
+        """What was generated, and what is guessed of it."""
+        return self.context[self.prompt_tokens :] + self.guess
 
     def _draft(self, limit: int, now: float) -> tuple[int, ...] | None:
         if limit < 1:
             return ()
+        forced = self._forced(limit)
+        if forced:
+            return forced
         drafts = self.drafter.draft(self.guess, limit)
         if drafts is None:
             self.draft_time.asked(now)
@@ -191,13 +240,18 @@ class Job:
         return len(self.context) + self.remaining - 1
 
     def _segment(
-        self, end: int, tokens: Sequence[int], kind: SegmentKind, samples: bool
+        self,
+        end: int,
+        tokens: Sequence[int],
+        kind: SegmentKind,
+        samples: bool,
+        masks: tuple[bytes, ...],
     ) -> Segment:
         assert self.lane is not None
         sampling = self.request.sampling if samples else None
         memo = self.recall if kind is SegmentKind.RECALL else None
         place = (self.lane, self.id, self.cursor)
-        return Segment(*place, tuple(tokens), kind, sampling, self.prompt_tokens, memo)
+        return Segment(*place, tuple(tokens), kind, sampling, self.prompt_tokens, memo, masks)
 
     def sent(self, segment: Segment, seq: Seq) -> None:
         if self.ops:
@@ -206,6 +260,7 @@ class Job:
             drafts = segment.tokens if self.in_flight else segment.tokens[1:]
             self.guess.extend(drafts)
             self.drafted += len(drafts)
+            self.draft_steps += bool(drafts)
             if not drafts:
                 self.drafts_right.rest()
         else:

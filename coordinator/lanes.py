@@ -8,10 +8,12 @@ Pure bookkeeping.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from heapq import nlargest
 
-from coordinator.frames import JobId, LaneId, NodeId
+from coordinator.frames import NO_ROOT, JobId, LaneId, NodeId
 from coordinator.ledger import Ledger
 from coordinator.requests import SessionId
 
@@ -28,11 +30,30 @@ class LaneChoice:
     nodes: tuple[NodeId, ...] = ()  # chain nodes that hold the first `cached_prefix` rows, in order
 
 
+class LaneState(StrEnum):
+    EMPTY = "empty"
+    RESTING = "resting"  # holds rows; no job runs
+    PREFILL = "prefill"  # its job has no token yet
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStatus:
+    """A lane for whoever looks; valid rows count those of frames in flight."""
+
+    lane: LaneId
+    state: LaneState
+    session: SessionId | None
+    valid_rows: int
+    reused_rows: int  # of these: not computed by its last job
+
+
 @dataclass(slots=True)
 class _Seat:
     job: JobId | None = None
     session: SessionId | None = None
     used: int = 0  # the tick of its last use; 0: never
+    reused: int = 0
 
 
 class LaneTable:
@@ -51,6 +72,21 @@ class LaneTable:
         """Lanes that no job runs in and no session owns: a newcomer there costs nobody anything."""
         return sum(seat.job is None and seat.session is None for seat in self._seats)
 
+    def statuses(self, most: int, decodes: Callable[[JobId], bool]) -> tuple[LaneStatus, ...]:
+        """The lanes by their numbers; where there are more than `most`, those used last."""
+        lanes = self._all()
+        if len(lanes) > most:
+            lanes = sorted(nlargest(most, lanes, key=lambda lane: self._seats[lane].used))
+        return tuple(self._status(lane, decodes) for lane in lanes)
+
+    def _status(self, lane: LaneId, decodes: Callable[[JobId], bool]) -> LaneStatus:
+        seat, valid = self._seats[lane], self._ledger.valid_rows(lane)
+        if seat.job is not None:
+            state = LaneState.DECODE if decodes(seat.job) else LaneState.PREFILL
+        else:
+            state = LaneState.RESTING if valid else LaneState.EMPTY
+        return LaneStatus(lane, state, seat.session, valid, min(seat.reused, valid))
+
     def is_busy(self, lane: LaneId) -> bool:
         return self._seats[lane].job is not None
 
@@ -59,16 +95,24 @@ class LaneTable:
         owned = [lane for lane in self._all() if self._seats[lane].session == session]
         return max(owned, key=lambda lane: self._seats[lane].used, default=None)
 
-    def usable_prefix(self, prompt: Sequence[int]) -> int:
+    def usable_prefix(self, prompt: Sequence[int], root: NodeId = NO_ROOT) -> int:
         """The deepest depth that a lane holds; at least one token is always computed."""
-        most = len(prompt) - 1
-        return max(self._ledger.restore_point(lane, prompt, most) for lane in self._all())
+        return max(self._depths(prompt, len(prompt) - 1, root).values())
+
+    def _depths(self, prompt: Sequence[int], most: int, root: NodeId) -> dict[LaneId, int]:
+        return {lane: self._ledger.restore_point(lane, prompt, most, root) for lane in self._all()}
 
     def choose(
-        self, prompt: Sequence[int], session: SessionId | None, *, reuse: bool, most: int
+        self,
+        prompt: Sequence[int],
+        session: SessionId | None,
+        *,
+        reuse: bool,
+        most: int,
+        root: NodeId = NO_ROOT,
     ) -> LaneChoice | None:
-        """None while every lane has a running job. `most`: how many rows may be reused. Changes nothing: `take`
-        does.
+        """None while every lane has a running job. `most`: how many rows may be reused; `root`: of which chain they
+        must be. Changes nothing: `take` does.
         """
         idle = [lane for lane in self._all() if self._seats[lane].job is None]
         if not idle:
@@ -76,11 +120,13 @@ class LaneTable:
         victim = min(idle, key=lambda lane: self._worth(lane, session))
         if not reuse:
             return LaneChoice(victim, 0)
-        depths = {lane: self._ledger.restore_point(lane, prompt, most) for lane in self._all()}
+        depths = self._depths(prompt, most, root)
         donor = max(self._all(), key=lambda lane: (depths[lane], lane in idle))
         own = self.lane_of(session) if session is not None else None
         if own in idle and depths[own] + self._min_copy_rows > depths[donor]:
-            return LaneChoice(own, depths[own])
+            # Where most of its rows would go it is a side call (a title, a probe), which gets a lane of its own.
+            if self._stays(own, depths[own]):
+                return LaneChoice(own, depths[own])
         if donor in idle and self._may_take(donor, depths[donor], session):
             return LaneChoice(donor, depths[donor])
         if depths[donor] - depths[victim] < self._min_copy_rows or donor == victim:
@@ -89,7 +135,11 @@ class LaneTable:
 
     def take(self, choice: LaneChoice, job: JobId, session: SessionId | None) -> None:
         self._tick += 1
-        self._seats[choice.lane] = _Seat(job, session, self._tick)
+        self._seats[choice.lane] = _Seat(job, session, self._tick, choice.cached_prefix)
+
+    def reopened(self, lane: LaneId, reused: int) -> None:
+        """The lane's job starts over, from less than was believed."""
+        self._seats[lane].reused = reused
 
     def release(self, lane: LaneId) -> None:
         """The job has ended; its rows stay, and stay its session's, until the lane is chosen for
@@ -112,14 +162,22 @@ class LaneTable:
     def _all(self) -> list[LaneId]:
         return [LaneId(lane) for lane in range(len(self._seats))]
 
-    def _worth(self, lane: LaneId, session: SessionId | None) -> tuple[bool, bool, int]:
-        """The lane with the least worth is overwritten first: empty, then unowned, then oldest."""
-        seat = self._seats[lane]
-        owned_by_another = seat.session is not None and seat.session != session
-        return (self._ledger.valid_rows(lane) > 0, owned_by_another, seat.used)
+    def _worth(self, lane: LaneId, session: SessionId | None) -> tuple[bool, int, float]:
+        """The lane with the least worth is overwritten first: empty, then unowned, then the session's own, then
+        another's. Of its own, a short branch goes before the conversation that it left; else the oldest goes.
+        """
+        seat, rows = self._seats[lane], self._ledger.valid_rows(lane)
+        if seat.session is not None and seat.session == session:
+            return (rows > 0, 1, rows / (1 + self._tick - seat.used))
+        return (rows > 0, 0 if seat.session is None else 2, seat.used)
+
+    def _stays(self, lane: LaneId, depth: int) -> bool:
+        """Whether most of the lane's rows are kept when a job goes on from `depth`."""
+        return 2 * depth >= self._ledger.valid_rows(lane)
 
     def _may_take(self, lane: LaneId, depth: int, session: SessionId | None) -> bool:
-        """In place costs nobody anything where no other session would lose rows behind `depth`."""
+        """In place costs nobody much where no other session would lose rows behind `depth`, and its own few."""
         seat = self._seats[lane]
         nobody_else = seat.session is None or seat.session == session
-        return depth > 0 and (nobody_else or depth == self._ledger.valid_rows(lane))
+        kept_whole = depth == self._ledger.valid_rows(lane)
+        return depth > 0 and (kept_whole or (nobody_else and self._stays(lane, depth)))

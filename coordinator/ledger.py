@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from coordinator.frames import (
+    NO_ROOT,
     CopyRows,
     DropNodes,
     Epoch,
@@ -62,6 +63,9 @@ class _Lane:
     job: JobId | None = None
     blocked: Refusal | None = None  # repeated for every segment until the next OpenLane
     first: int = 0  # with recurrent layers: the least row count but 0 that can be gone on from
+    root: NodeId = (
+        NO_ROOT  # whose rows these are: of the model and tenant of the job that wrote them
+    )
 
 
 class Ledger:
@@ -100,13 +104,19 @@ class Ledger:
     def tokens(self, lane: LaneId, end: int | None = None) -> tuple[int, ...]:
         return tuple(self._lanes[lane].tokens[:end])
 
-    def usable_prefix(self, lane: LaneId, prompt: Sequence[int]) -> int:
-        """How many of the prompt's first tokens lie in the lane's valid rows."""
-        return common_prefix(self._lanes[lane].tokens, prompt)
+    def root(self, lane: LaneId) -> NodeId:
+        return self._lanes[lane].root
 
-    def restore_point(self, lane: LaneId, prompt: Sequence[int], most: int) -> int:
+    def usable_prefix(self, lane: LaneId, prompt: Sequence[int], root: NodeId = NO_ROOT) -> int:
+        """How many of the prompt's first tokens lie in the lane's valid rows; none where they are of another root."""
+        known = self._lanes[lane]
+        return common_prefix(known.tokens, prompt) if known.root == root else 0
+
+    def restore_point(
+        self, lane: LaneId, prompt: Sequence[int], most: int, root: NodeId = NO_ROOT
+    ) -> int:
         """How many of the prompt's first `most` tokens the lane can go on behind."""
-        rows = min(self.usable_prefix(lane, prompt), most)
+        rows = min(self.usable_prefix(lane, prompt, root), most)
         return rows if rows >= self._lanes[lane].first else 0
 
     def digest(self, lane: LaneId, rows: int) -> bytes:
@@ -125,14 +135,11 @@ class Ledger:
         self.memos.clear()
 
     def truncate(self, lane: LaneId, rows: int) -> None:
-        """Makes rows from `rows` on void: what a replica learns from others' refusals or from a
-        lost row.
-        """
+        """Makes rows from `rows` on void: what a replica learns from others' refusals or from a lost row."""
         del self._lanes[lane].tokens[rows:]
 
     def apply(self, frame: Frame, refused_before: Sequence[Refusal] = ()) -> Applied:
-        """Takes a frame: ops first, then segments. `refused_before`: what earlier stages refused of
-        it.
+        """Takes a frame: ops first, then segments. `refused_before`: what earlier stages refused of it.
 
         Lanes refused before are refused here too, so that no stage holds rows that its predecessor
         lacks. Only this replica's own refusals are returned.
@@ -222,7 +229,7 @@ class Ledger:
             return refusal
         del lane.tokens[op.cached_prefix :]
         lane.first = min(lane.first, op.cached_prefix)
-        lane.job, lane.blocked = op.job, None
+        lane.job, lane.root, lane.blocked = op.job, op.root, None
         return None
 
     def _load(self, op: LoadNodes) -> Refusal | None:
@@ -237,6 +244,8 @@ class Ledger:
         if refusal is not None:
             lane.blocked = refusal
             return refusal
+        if op.start == 0:
+            lane.root = self.nodes[op.nodes[0]].parent
         lane.tokens.extend(self.nodes.tokens_of(op))
         lane.first = op.end if self.state_rows else 0
         lane.job, lane.blocked = None, None
@@ -251,7 +260,7 @@ class Ledger:
             if op.lane in refused or op.lane >= self.lanes:
                 continue
             lane = self._lanes[op.lane]
-            made = self.nodes.take(op.spans, lane.tokens, lane.first)
+            made = self.nodes.take(op.spans, lane.tokens, lane.first, lane.root)
             if made:
                 stores.append(StoreNodes(op.lane, made))
         lost = (node for op in frame.after for node in self.nodes.lacking(op.spans))
@@ -271,8 +280,8 @@ class Ledger:
         if refusal is not None:
             self._lanes[op.target] = _Lane(blocked=refusal)
             return refusal
-        tokens = self._lanes[op.source].tokens[: op.rows]
-        self._lanes[op.target] = _Lane(tokens, first=op.rows if self.state_rows else 0)
+        source, first = self._lanes[op.source], op.rows if self.state_rows else 0
+        self._lanes[op.target] = _Lane(source.tokens[: op.rows], first=first, root=source.root)
         return None
 
     def _write(self, segment: Segment) -> Refusal | None:
@@ -295,7 +304,7 @@ class Ledger:
         if self.state_rows:
             lane.first = max(min(lane.first, segment.start), segment.end - self.state_rows)
         if segment.memo is not None and segment.kind is SegmentKind.PREFILL:
-            self.memos.keep(segment.memo, lane.tokens)
+            self.memos.keep(segment.memo, lane.tokens, lane.root)
         return None
 
     # The guards. Each is one method, so that a test can take one away and see the suite fail.
@@ -353,7 +362,8 @@ class Ledger:
         return None
 
     def _lead_guard(self, op: LoadNodes) -> Refusal | None:
-        fault = self.nodes.lead_fault(op, self._lanes[op.lane].tokens)
+        lane = self._lanes[op.lane]
+        fault = self.nodes.lead_fault(op, lane.tokens, lane.root)
         return None if fault is None else self._refuse(RefusalCode.KV_CONTENT, op.lane, fault)
 
     def _state_guard(self, held: LaneId, refused: LaneId, rows: int) -> Refusal | None:
@@ -364,7 +374,8 @@ class Ledger:
         return self._refuse(RefusalCode.NO_STATE, refused, detail)
 
     def _content_guard(self, op: OpenLane) -> Refusal | None:
-        if self.digest(op.lane, op.cached_prefix) == op.prefix_digest:
+        ours = op.cached_prefix == 0 or self._lanes[op.lane].root == op.root
+        if ours and self.digest(op.lane, op.cached_prefix) == op.prefix_digest:
             return None
         detail = f"the first {op.cached_prefix} rows hold other tokens than claimed"
         return self._refuse(RefusalCode.KV_CONTENT, op.lane, detail)
@@ -372,7 +383,8 @@ class Ledger:
     def _memo_guard(self, segment: Segment) -> Refusal | None:
         if segment.kind is not SegmentKind.RECALL or segment.memo is None:
             return None
-        if self.memos.holds(segment.memo, self._lanes[segment.lane].tokens[: segment.start]):
+        lane = self._lanes[segment.lane]
+        if self.memos.holds(segment.memo, lane.tokens[: segment.start], lane.root):
             return None
         detail = f"the logits of row {segment.start - 1} are not in slot {segment.memo}"
         return self._refuse(RefusalCode.KV_GAP, segment.lane, detail)

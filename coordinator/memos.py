@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.frames import MOST_MEMOS
+from coordinator.frames import MOST_MEMOS, NO_ROOT, NodeId
 from coordinator.prefixes import digest_of
 
 
 class MemoTable:
-    """The digest of the prompt whose last row's logits lie in each slot."""
+    """The digest of the prompt, and of its root, whose last row's logits lie in each slot."""
 
     def __init__(self) -> None:
         self.slots = MOST_MEMOS  # how many there are; stages before the tail need not know
@@ -22,18 +22,18 @@ class MemoTable:
     def __len__(self) -> int:
         return len(self._digests)
 
-    def keep(self, slot: int, prompt: Sequence[int]) -> None:
+    def keep(self, slot: int, prompt: Sequence[int], root: NodeId = NO_ROOT) -> None:
         if slot < self.slots:
-            self._digests[slot] = digest_of(prompt)
+            self._digests[slot] = digest_of(prompt, root)
 
-    def holds(self, slot: int, prompt: Sequence[int]) -> bool:
-        return self._digests.get(slot) == digest_of(prompt)
+    def holds(self, slot: int, prompt: Sequence[int], root: NodeId = NO_ROOT) -> bool:
+        return self._digests.get(slot) == digest_of(prompt, root)
 
     def drop(self, slot: int) -> None:
         self._digests.pop(slot, None)
 
-    def find(self, prompt: Sequence[int]) -> int | None:
-        digest = digest_of(prompt)
+    def find(self, prompt: Sequence[int], root: NodeId = NO_ROOT) -> int | None:
+        digest = digest_of(prompt, root)
         return next((slot for slot, known in self._digests.items() if known == digest), None)
 
     @property
@@ -55,18 +55,18 @@ class MemoSlots:
         # The least recently used first.
         self._order = list(range(slots)) if slots > lanes else []
 
-    def recall(self, prompt: Sequence[int]) -> int | None:
+    def recall(self, prompt: Sequence[int], root: NodeId = NO_ROOT) -> int | None:
         """The slot that holds the prompt's last logits, if one does. It becomes the latest used."""
-        slot = self._table.find(prompt) if self._order else None
+        slot = self._table.find(prompt, root) if self._order else None
         if slot is not None:
             self._touch(slot)
         return slot
 
-    def choose(self, prompt: Sequence[int]) -> int | None:
+    def choose(self, prompt: Sequence[int], root: NodeId = NO_ROOT) -> int | None:
         """The slot that the prompt's logits are to be kept in; None where none are kept."""
         if not self._order:
             return None
-        known = self._table.find(prompt)
+        known = self._table.find(prompt, root)
         slot = self._order[0] if known is None else known
         self._touch(slot)
         return slot

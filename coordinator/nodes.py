@@ -15,9 +15,14 @@ from dataclasses import dataclass
 from coordinator.frames import DIGEST_BYTES, LoadNodes, NodeId, NodeSpan
 
 
-def root_of(fingerprint: str) -> NodeId:
-    """The parent of all chains of one model: rows of another model never match."""
-    return NodeId(hashlib.blake2b(fingerprint.encode(), digest_size=DIGEST_BYTES).digest())
+def root_of(fingerprint: str, tenant: str = "") -> NodeId:
+    """The parent of all chains of one model and one tenant: rows of another model or tenant never match."""
+    shared = hashlib.blake2b(fingerprint.encode(), digest_size=DIGEST_BYTES).digest()
+    if not tenant:
+        return NodeId(shared)
+    # No node's id can be a root: ids are made without `person`. And what comes before the name is of one length.
+    raw = shared + tenant.encode()
+    return NodeId(hashlib.blake2b(raw, digest_size=DIGEST_BYTES, person=b"tenant").digest())
 
 
 def node_id(parent: NodeId, tokens: Sequence[int]) -> NodeId:
@@ -85,9 +90,9 @@ class NodeTable:
                 return "the nodes are no chain"
         return None
 
-    def lead_fault(self, op: LoadNodes, lane: Sequence[int]) -> str | None:
-        """Why the lane's rows before `start` are not those that the nodes were computed behind."""
-        return self._chain_differs(op.nodes[0], lane, op.start)
+    def lead_fault(self, op: LoadNodes, lane: Sequence[int], root: NodeId) -> str | None:
+        """Why the lane's rows before `start`, of that root, are not those that the nodes were computed behind."""
+        return self._chain_differs(op.nodes[0], lane, op.start, root) if op.start else None
 
     def tokens_of(self, op: LoadNodes) -> array[int]:
         """The tokens of rows [start, end)."""
@@ -98,16 +103,16 @@ class NodeTable:
         return out
 
     def take(
-        self, spans: Iterable[NodeSpan], lane: Sequence[int], first: int
+        self, spans: Iterable[NodeSpan], lane: Sequence[int], first: int, root: NodeId
     ) -> tuple[NodeSpan, ...]:
-        """Makes nodes of a lane's rows, whose recurrent state is known from row `first` on. Returns the spans
-        that are nodes now, or have a checkpoint now, and did not before.
+        """Makes nodes of a lane's rows, whose recurrent state is known from row `first` on, under their root. Returns
+        the spans that are nodes now, or have a checkpoint now, and did not before.
         """
         made = []
         for span in spans:
             if self._has(span) or (span.checkpoint and span.end < first):
                 continue
-            node = self.make(span, lane)
+            node = self.make(span, lane, root)
             if node is not None:
                 self.add(node)
                 made.append(span)
@@ -126,7 +131,7 @@ class NodeTable:
     def _has(self, span: NodeSpan) -> bool:
         return span.node in (self.checkpoints if span.checkpoint else self._nodes)
 
-    def make(self, span: NodeSpan, lane: Sequence[int]) -> Node | None:
+    def make(self, span: NodeSpan, lane: Sequence[int], root: NodeId) -> Node | None:
         """The node that these rows of a lane are, or None where they are not what the span claims."""
         tokens = array("i", lane[span.start : span.end])
         if len(tokens) != span.end - span.start or node_id(span.parent, tokens) != span.node:
@@ -135,12 +140,16 @@ class NodeTable:
         if span.start != (0 if parent is None else parent.end):
             # An id does not say where its rows begin: the true child would find it taken.
             return None
-        if span.start > 0 and self._chain_differs(span.parent, lane, span.start) is not None:
+        if span.start == 0 and span.parent != root:
+            return None
+        if span.start > 0 and self._chain_differs(span.parent, lane, span.start, root) is not None:
             return None
         return Node(span.node, span.parent, span.start, tokens)
 
-    def _chain_differs(self, last: NodeId, lane: Sequence[int], end: int) -> str | None:
-        """How the first `end` rows of a lane differ from those of a chain that reaches over them."""
+    def _chain_differs(
+        self, last: NodeId, lane: Sequence[int], end: int, root: NodeId
+    ) -> str | None:
+        """How the first `end` rows of a lane, of that root, differ from those of a chain that reaches over them."""
         node = self._nodes.get(last)
         if node is not None and node.end < end:
             return f"the chain ends at row {node.end}"
@@ -149,6 +158,6 @@ class NodeTable:
             if have != node.tokens[: len(have)]:
                 return f"rows {node.start} to {node.end} hold other tokens than the chain"
             if node.start == 0:
-                return None
+                return None if node.parent == root else "the chain is of another root"
             node = self._nodes.get(node.parent)
         return "a node of the chain is gone"

@@ -9,15 +9,15 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from coordinator.frames import DIGEST_BYTES
+from coordinator.frames import DIGEST_BYTES, NO_ROOT
 
 _BLOCK = 1024  # tokens compared at once; any size gives the same answer
 
 
-def digest_of(tokens: Sequence[int]) -> bytes:
-    """The digest of a prefix of token ids, as OpenLane claims it."""
+def digest_of(tokens: Sequence[int], root: bytes = NO_ROOT) -> bytes:
+    """The digest of a prefix of token ids, as OpenLane claims it; with a root, of these rows under that root alone."""
     raw = array("i", tokens).tobytes()
-    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES).digest()
+    return hashlib.blake2b(raw, digest_size=DIGEST_BYTES, key=root).digest()
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+from coordinator.constraints import Constraint
 from coordinator.errors import InvalidValue
 
 SessionId = NewType("SessionId", str)
@@ -88,6 +89,10 @@ class Request:
     deadline_s: float | None = None  # on the driver's clock
     priority: int = 0  # a step up is twice the share of the queue
     moved: bool = False  # the session's rows lie on a ring that it had to leave
+    constraint: Constraint | None = None  # what the generated tokens obey
+    tenant: str = (
+        ""  # no tenant's rows are ever reused for another's. Empty: one more, who has no name
+    )
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -43,6 +43,7 @@ class _Ticket:
 
     lane: LaneId
     nodes: tuple[NodeId, ...]
+    root: NodeId  # the lane's
     head: tuple[int, ...]  # the lane's tokens up to its anchor
     asked: tuple[int, ...] = ()  # a prefix that an operator wants pinned
 
@@ -50,9 +51,9 @@ class _Ticket:
 class Retention:
     def __init__(self, info: RingInfo, settings: SchedulerSettings, ledger: Ledger) -> None:
         self._min_rows = settings.min_copy_rows
+        self._fingerprint = info.model_fingerprint
         self._ledger = ledger
         self.index = ChainIndex(
-            root_of(info.model_fingerprint),
             info.host_rows,
             info.stored,
             node_rows=settings.node_rows,
@@ -70,17 +71,21 @@ class Retention:
         self._at_rest: OrderedDict[LaneId, None] = OrderedDict()
         self._asked: tuple[int, ...] = ()  # what the next ticket's nodes are to be pinned for
 
+    def root(self, tenant: str) -> NodeId:
+        """Of all chains of the tenant: what hangs on another root is none of his."""
+        return root_of(self._fingerprint, tenant)
+
     @property
     def enabled(self) -> bool:
         return self.index.capacity > 0
 
     # What a lane's life asks for
 
-    def taken(self, lane: LaneId, prompt: Sequence[int], anchor: int) -> None:
-        """A job has got the lane."""
+    def taken(self, lane: LaneId, job: Job) -> None:
+        """The job has got the lane."""
         self._at_rest.pop(lane, None)
-        self._heads[lane] = anchor
-        self.anchors.want(prompt[:anchor])
+        self._heads[lane] = job.request.anchor
+        self.anchors.want(job.request.prompt[: job.request.anchor], job.root)
 
     def left(self, lane: LaneId) -> None:
         """The job has ended; its rows are written back when there is time."""
@@ -108,31 +113,33 @@ class Retention:
 
     def forget_behind(self, lane: LaneId, rows: int) -> None:
         """The lane's rows from there on are made anew: what the store has of them is not what it is to have."""
-        nodes = self.index.match(self._ledger.tokens(lane)).nodes
+        nodes = self.index.match(self._ledger.tokens(lane), self._ledger.root(lane)).nodes
         self.index.lose([node for node in nodes if self.index.node(node).end > rows])
 
-    def held_rows(self, prefix: Sequence[int]) -> int:
+    def held_rows(self, prefix: Sequence[int], root: NodeId) -> int:
         """How many of a prefix's rows lie in one lane or in the store."""
-        return max(self.held_in_lanes(prefix), self.index.match(prefix).rows)
+        return max(self.held_in_lanes(prefix, root), self.index.match(prefix, root).rows)
 
-    def held_in_lanes(self, prefix: Sequence[int]) -> int:
+    def held_in_lanes(self, prefix: Sequence[int], root: NodeId) -> int:
         lanes = map(LaneId, range(self._ledger.lanes))
-        return max(self._ledger.usable_prefix(lane, prefix) for lane in lanes)
+        return max(self._ledger.usable_prefix(lane, prefix, root) for lane in lanes)
 
-    def pin(self, prefix: Sequence[int]) -> StoreNodes | None:
+    def pin(self, prefix: Sequence[int], tenant: str) -> StoreNodes | None:
         """Pins a prefix at an operator's wish. What a lane holds of it and the store does not is stored first."""
-        if self.anchors.pin(prefix):
+        root = self.root(tenant)
+        if self.anchors.pin(prefix, root):
             return None
         for lane in map(LaneId, range(self._ledger.lanes)):
-            if self._ledger.usable_prefix(lane, prefix) == len(prefix):
-                spans = self.index.store(prefix, ends=(len(prefix),))
+            if self._ledger.usable_prefix(lane, prefix, root) == len(prefix):
+                spans = self.index.store(prefix, root, (len(prefix),))
                 self._asked = tuple(prefix)
                 return StoreNodes(lane, spans) if spans else None
         return None
 
     def _store(self, lane: LaneId, most: int | None = None) -> StoreNodes | None:
         tokens = self._ledger.tokens(lane)
-        spans = self.index.store(tokens, self._ends(len(tokens)), most)
+        root = self._ledger.root(lane)
+        spans = self.index.store(tokens, root, self._ends(len(tokens)), most)
         return StoreNodes(lane, spans) if spans else None
 
     def _ends(self, *points: int) -> tuple[int, ...]:
@@ -151,7 +158,7 @@ class Retention:
         points = tuple(p for p in job.restore_points if low <= p <= segment.end)
         if not points:
             return None
-        spans = self.index.store(job.context[: max(points)], points)
+        spans = self.index.store(job.context[: max(points)], job.root, points)
         return StoreNodes(segment.lane, spans) if spans else None
 
     def is_stale(self, ops: Iterable[Op]) -> bool:
@@ -179,8 +186,8 @@ class Retention:
         self._tickets[frame.seq] = []
         for op in frame.after:
             head = self._ledger.tokens(op.lane, self._heads.get(op.lane, 0))
-            nodes = tuple(span.node for span in op.spans)
-            self._tickets[frame.seq].append(_Ticket(op.lane, nodes, head, self._asked))
+            nodes, root = tuple(span.node for span in op.spans), self._ledger.root(op.lane)
+            self._tickets[frame.seq].append(_Ticket(op.lane, nodes, root, head, self._asked))
             self._asked = ()
 
     def answered(self, frame: Frame, reply: Reply) -> None:
@@ -194,9 +201,9 @@ class Retention:
         if reply.lost:
             self.index.lose(reply.lost)
         for ticket in tickets:
-            self.anchors.want(ticket.head)
+            self.anchors.want(ticket.head, ticket.root)
             if ticket.asked:
-                self.anchors.pin(ticket.asked)
+                self.anchors.pin(ticket.asked, ticket.root)
 
     def voided(self, frames: Iterable[Frame]) -> None:
         """An epoch has ended with these frames unanswered: what they stored or dropped is in doubt, and goes."""

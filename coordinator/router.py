@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from coordinator.chain import NodeStatus
+from coordinator.counts import RingCounts
 from coordinator.driver import RingDriver, RingStatus
 from coordinator.errors import BusyError, InvalidSetting, InvalidValue, RingUnavailable
 from coordinator.foresight import Wish
 from coordinator.frames import NodeId
+from coordinator.lanes import LaneStatus
 from coordinator.requests import Request, SessionId
 from coordinator.ring import RingInfo
 from coordinator.sessions import History, SessionTable
@@ -37,6 +40,7 @@ class Router:
     def __init__(self, drivers: Sequence[RingDriver], session_limit: int) -> None:
         self._drivers: dict[str, RingDriver] = {}
         self._sessions = SessionTable(session_limit)
+        self._gone = RingCounts()  # of the rings that were removed
         for driver in drivers:
             self.add(driver)
 
@@ -55,7 +59,10 @@ class Router:
 
     def remove(self, name: str) -> RingDriver | None:
         """Forgets a ring, which the caller then stops; None for no such ring."""
-        return self._drivers.pop(name, None)
+        driver = self._drivers.pop(name, None)
+        if driver is not None:
+            self._gone = self._gone.plus(driver.status().counts)
+        return driver
 
     def submit(self, request: Request) -> JobStream:
         """Raises RequestError or BusyError; the session then stays where it was."""
@@ -80,6 +87,15 @@ class Router:
 
     def rings(self) -> tuple[RingStatus, ...]:
         return tuple(driver.status() for driver in self._drivers.values())
+
+    def counts(self) -> RingCounts:
+        """Of all rings there were: what has been counted stays counted when a ring goes."""
+        return reduce(RingCounts.plus, (each.counts for each in self.rings()), self._gone)
+
+    def lanes(self, ring: str, most: int) -> tuple[LaneStatus, ...]:
+        """RingDriver.lanes; none for no such ring."""
+        driver = self._drivers.get(ring)
+        return () if driver is None else driver.lanes(most)
 
     def history(self, session: SessionId) -> History | None:
         return self._sessions.history(session)
@@ -114,15 +130,15 @@ class Router:
             if ring in (None, driver.name):
                 yield from (RingNode(driver.name, node) for node in driver.nodes())
 
-    def pin(self, prefix: tuple[int, ...]) -> tuple[str, ...]:
-        """The rings that keep the prefix from now on. Raises InvalidValue or RingUnavailable when none does."""
+    def pin(self, prefix: tuple[int, ...], tenant: str = "") -> tuple[str, ...]:
+        """The rings that keep the tenant's prefix from now on. Raises InvalidValue or RingUnavailable if none does."""
         pinned: list[str] = []
         refused: InvalidValue | None = None
         for driver in self._drivers.values():
             if not driver.status().ready:
                 continue
             try:
-                driver.pin(prefix)
+                driver.pin(prefix, tenant)
             except InvalidValue as error:
                 refused = refused or error
                 continue
@@ -153,8 +169,8 @@ class Router:
             status = driver.status()
             # A pin is worth a prefill, and not a wait behind more jobs than the ring has lanes.
             stays = driver.name == pinned and not (idle_lane and _is_overloaded(status))
-            prefix = driver.usable_prefix(request.prompt) if request.reuse else 0
-            prefix = prefix if prefix >= _LEAST_PREFIX else 0
+            held = driver.usable_prefix(request.prompt, request.tenant) if request.reuse else 0
+            prefix = held if held >= _LEAST_PREFIX else 0
             # Where every lane is some session's, the longest prefix would cost one of them its rows.
             roomy = status.free_lanes > status.waiting_jobs
             return stays, roomy, prefix, -(status.running_jobs + status.waiting_jobs)

@@ -50,7 +50,6 @@ from coordinator.frames import (
     Epoch,
     Frame,
     JobId,
-    LaneId,
     Refusal,
     RefusalCode,
     Reply,
@@ -94,7 +93,7 @@ class Scheduler:
         self._down: str | None = None
         self._barren_epochs = 0
         self._costs = Costs(info.stages)
-        self._foresight = Foresight(self.ledger, self.lanes, settings, exact=info.exact)
+        self._foresight = Foresight(self.ledger, self.lanes, settings, info)
         self._filler = Filler(info, settings, self._costs, self._admission.memos)
         self._counter = Counter(info.stages)
         self._story: deque[str] = deque(maxlen=_STORY_EVENTS)
@@ -123,9 +122,9 @@ class Scheduler:
     def counts(self) -> RingCounts:
         return self._counter.totals
 
-    def usable_prefix(self, prompt: Sequence[int]) -> int:
+    def usable_prefix(self, prompt: Sequence[int], tenant: str = "") -> int:
         """How many of the prompt's first tokens need no computing here. Changes nothing."""
-        return self._admission.usable_prefix(prompt)
+        return self._admission.usable_prefix(prompt, tenant)
 
     @property
     def oldest_in_flight(self) -> Seq | None:
@@ -167,8 +166,8 @@ class Scheduler:
                 self._foresight.forget(session)
             case NextKnown(wish):
                 self._foresight.wish(wish)
-            case PrefixPinned(prefix):
-                self._store(self.retention.pin(prefix) if self._epoch_open else None)
+            case PrefixPinned(prefix, tenant):
+                self._store(self.retention.pin(prefix, tenant) if self._epoch_open else None)
             case NodeDropped(node):
                 self.retention.index.lose([node])
         self._pump(event.now)
@@ -176,8 +175,7 @@ class Scheduler:
 
     def _submit(self, event: Submitted) -> None:
         self.admissible(event.request)
-        rows = (self._info.max_rows, event.drafter, self._info.state_rows)
-        self._queue.push(Job(event.job, event.request, event.now, *rows))
+        self._queue.push(self._admission.job_of(event))
         self._foresight.forget(event.request.session)
 
     def _end_job(self, job_id: JobId, error: RingserveError) -> None:
@@ -234,7 +232,7 @@ class Scheduler:
         answers = {answer.lane: answer for answer in reply.segments}
         for segment in frame.segments:
             job = self._jobs.get(segment.job)
-            if job is None and _refusal_of(segment.lane, reply) is not None:
+            if job is None and reply.refusal_of(segment.lane) is not None:
                 self._foresight.refused(segment.lane)
             if job is not None and job.expects(reply.seq):
                 self._answer(job, segment, answers.get(segment.lane), reply, now)
@@ -242,7 +240,7 @@ class Scheduler:
     def _answer(
         self, job: Job, segment: Segment, answer: SegmentReply | None, reply: Reply, now: float
     ) -> None:
-        refusal = _refusal_of(segment.lane, reply)
+        refusal = reply.refusal_of(segment.lane)
         if refusal is not None:
             if segment.memo is not None:
                 self.ledger.memos.drop(segment.memo)
@@ -307,7 +305,7 @@ class Scheduler:
         del self._jobs[job.id]
         # Frames that still speculate for a job that has ended are as void as those of a failed guess.
         still_out = job.in_flight if job.phase is Phase.DECODE else 0
-        self._counter.drafts(job.drafted, job.accepted, job.discarded + still_out)
+        self._counter.ended(job, discarded_frames=job.discarded + still_out)
         self._foresight.ended(job.request, job.cached_prefix)
         self._admission.leave(job)
 
@@ -317,9 +315,12 @@ class Scheduler:
             self._admission.refresh(jobs)
             with self.retention.held(op for job in jobs for op in job.ops):
                 batch = self._filler.fill(jobs, partial(self._admit, now), now)
-            if not batch.segments:
+            if batch.segments:
+                self._send(batch)
+            elif not batch.failed:
                 break
-            self._send(batch)
+            for job, error in batch.failed:
+                self._end_job(job, error)
         if self._epoch_open and not self._jobs and not self._queue and not self._in_flight:
             self._work_ahead()
 
@@ -394,7 +395,3 @@ class Scheduler:
         self.retention.sent(frame)
         self._in_flight[frame.seq] = frame
         self._actions.append(Send(frame))
-
-
-def _refusal_of(lane: LaneId, reply: Reply) -> Refusal | None:
-    return next((refusal for refusal in reply.refusals if refusal.lane == lane), None)

@@ -10,24 +10,40 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.requests import SessionId
 
 # Of all sessions together: some 400 of 32,768 tokens each.
 HISTORY_BYTES = 256 * 2**20
+# Side calls come in few kinds: what a conversation is about, whether there is quota, what a page says.
+_MOST_BRANCHES = 4
 _ID_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class History:
     """A session's last turn: `token_ids` are prompt + generated, `text` what they render to,
-    specials included.
+    specials included. `others`: the last turns of its other branches, such as the conversation that
+    a side call came in between of; the latest first.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    others: tuple[History, ...] = ()
+
+    def branches(self) -> Iterator[History]:
+        yield self
+        yield from self.others
+
+
+def gone_on(history: History | None, text: str) -> History | None:
+    """The branch that the text goes on from; of several the longest."""
+    if history is None:
+        return None
+    fitting = [each for each in history.branches() if each.token_ids and text.startswith(each.text)]
+    return max(fitting, key=lambda each: len(each.text), default=None)
 
 
 def splice(
@@ -43,10 +59,11 @@ def splice(
     row. The ids are spliced only where the seam is a special token: no tokenizer merges across one.
     `encode` must add no special tokens and no leading space of its own.
     """
-    if history is not None and history.token_ids and text.startswith(history.text):
-        rest = tuple(encode(text[len(history.text) :]))
-        if not rest or is_special(history.token_ids[-1]) or is_special(rest[0]):
-            return history.token_ids + rest
+    begun = gone_on(history, text)
+    if begun is not None:
+        rest = tuple(encode(text[len(begun.text) :]))
+        if not rest or is_special(begun.token_ids[-1]) or is_special(rest[0]):
+            return begun.token_ids + rest
     return tuple(encode(text))
 
 
@@ -85,8 +102,11 @@ class SessionTable:
         self._put(session, replace(self._sessions.get(session, _Session()), ring=ring))
 
     def remember(self, session: SessionId, history: History) -> None:
+        """The session's last turn; what it did not go on from stays beside it as other branches."""
         self._forget_size(session)
-        self._put(session, replace(self._sessions.get(session, _Session()), history=history))
+        entry = self._sessions.get(session, _Session())
+        history = _beside(history, entry.history)
+        self._put(session, replace(entry, history=history))
         self._sizes[session] = _bytes_of(history)
         self._room -= self._sizes[session]
         while self._room < 0:
@@ -109,6 +129,19 @@ class SessionTable:
         self._room += self._sizes.pop(session, 0)
 
 
+def _beside(history: History, known: History | None) -> History:
+    if known is None:
+        return history
+    left = (
+        replace(each, others=())
+        for each in known.branches()
+        if not history.text.startswith(each.text)
+    )
+    return replace(history, others=tuple(left)[: _MOST_BRANCHES - 1])
+
+
 def _bytes_of(history: History) -> int:
     """Ids are mostly shared small objects: their references count."""
-    return _ID_BYTES * len(history.token_ids) + sys.getsizeof(history.text)
+    return sum(
+        _ID_BYTES * len(each.token_ids) + sys.getsizeof(each.text) for each in history.branches()
+    )

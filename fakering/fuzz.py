@@ -65,8 +65,10 @@ def random_case(seed: int) -> Simulation:
         kinds=ALL_FAULTS if may_die else SURVIVED,
         longest_s=8.0,
     )
+    tenants = random.Random(f"tenants/{seed}").choice((("",), ("a", "b"), ("", "a")))
+    head = dice.choice((0, 4, 20, 40))
     return Simulation(
-        random_plan(seed, jobs=8, vocab_size=_END_TOKEN, head=dice.choice((0, 4, 20, 40))),
+        random_plan(seed, jobs=8, vocab_size=_END_TOKEN, head=head, tenants=tenants),
         FakeModel(
             _VOCABULARY,
             seed=seed,

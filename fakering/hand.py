@@ -25,6 +25,7 @@ from coordinator.frames import (
     Seq,
 )
 from coordinator.ledger import Ledger
+from coordinator.nodes import root_of
 from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY, SamplingSpec
 from coordinator.ring import Ring, RingInfo
@@ -45,6 +46,7 @@ class Hand:
         self.ring = ring
         self.info = info
         self.ledger = Ledger(info.lanes, info.max_rows)
+        self.root = root_of(info.model_fingerprint)
         self._timeout_s = reply_timeout_s
         self._next_job = 1
         self._expected: dict[tuple[Epoch, Seq], tuple[tuple[LaneId, int], ...]] = {}
@@ -101,7 +103,7 @@ class Hand:
         self, lane: int, job: JobId, prompt: Sequence[int] = (), cached_prefix: int = 0
     ) -> OpenLane:
         digest = digest_of(prompt[:cached_prefix])
-        return OpenLane(LaneId(lane), job, cached_prefix, digest)
+        return OpenLane(LaneId(lane), job, cached_prefix, digest, self.root)
 
     def prefill(
         self,
@@ -110,13 +112,22 @@ class Hand:
         start: int,
         tokens: Sequence[int],
         spec: SamplingSpec | None = None,
+        masks: tuple[bytes, ...] = (),
     ) -> Segment:
-        return Segment(LaneId(lane), job, start, tuple(tokens), SegmentKind.PREFILL, spec)
+        place = (LaneId(lane), job, start)
+        return Segment(*place, tuple(tokens), SegmentKind.PREFILL, spec, masks=masks)
 
     def verify(
-        self, lane: int, job: JobId, start: int, tokens: Sequence[int], spec: SamplingSpec = GREEDY
+        self,
+        lane: int,
+        job: JobId,
+        start: int,
+        tokens: Sequence[int],
+        spec: SamplingSpec = GREEDY,
+        masks: tuple[bytes, ...] = (),
     ) -> Segment:
-        return Segment(LaneId(lane), job, start, tuple(tokens), SegmentKind.VERIFY, spec)
+        place = (LaneId(lane), job, start)
+        return Segment(*place, tuple(tokens), SegmentKind.VERIFY, spec, masks=masks)
 
     def send_prefill(
         self,

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.constraints import Constraint, allows
 from coordinator.errors import InvalidSetting
 from coordinator.requests import GREEDY, RowLogprobs, SamplingSpec
 
@@ -164,16 +165,27 @@ class FakeModel:
     def _high(self) -> int:
         return self.vocab_size if self.high is None else self.high
 
-    def choose(self, activation: int, history: Sequence[int], sampling: SamplingSpec) -> int:
-        """The token sampled at the last row of `history`, where the tail got `activation`."""
+    def choose(
+        self, activation: int, history: Sequence[int], sampling: SamplingSpec, mask: bytes = b""
+    ) -> int:
+        """The token sampled at the last row of `history`, where the tail got `activation`: what the model would say,
+        or else one of those that the mask lets follow.
+        """
         key = mix(activation ^ mix(self.seed + 1))
         if sampling.temperature > 0.0:
             key = mix(key ^ mix((sampling.seed ^ (len(history) * _GOLDEN)) & _MASK))
+        token = self._say(key, history)
+        if allows(mask, token):
+            return token
+        allowed = [token for token in range(self.vocab_size) if allows(mask, token)]
+        return allowed[mix(key ^ 4) % len(allowed)]
+
+    def _say(self, key: int, history: Sequence[int]) -> int:
         if self.end_token is not None and mix(key ^ 1) % self.end_one_in == 0:
             return self.end_token
         if mix(key ^ 2) < self.quoting * (1 << 64):
             quoted = _what_followed(history)
-            if quoted is not None and quoted != self.end_token:
+            if quoted not in (None, self.end_token) and self.low <= quoted < self._high:
                 return quoted
         return self.low + mix(key ^ 3) % (self._high - self.low)
 
@@ -196,14 +208,15 @@ class FakeModel:
         count: int,
         sampling: SamplingSpec = GREEDY,
         stop: Collection[int] = (),
+        constraint: Constraint | None = None,
     ) -> tuple[int, ...]:
         """The answer to a prompt: `count` tokens, or fewer when one of `stop` comes, which is then the last."""
         history = list(tokens)
-        context = 0
-        for row, token in enumerate(history):
-            context = _extended(context, row, token)
+        context = context_hash(history)
         while len(history) < len(tokens) + count:
-            token = self.choose(context, history, sampling)
+            said = history[len(tokens) :]
+            mask = b"" if constraint is None else constraint.masks(said, ())[0]
+            token = self.choose(context, history, sampling, mask)
             context = _extended(context, len(history), token)
             history.append(token)
             if token in stop:
@@ -213,6 +226,14 @@ class FakeModel:
 
 def _extended(context: int, row: int, token: int) -> int:
     return (context + mix((token + (row + 1) * _GOLDEN) & _MASK)) & _MASK
+
+
+def context_hash(tokens: Sequence[int]) -> int:
+    """What the last of right rows makes of them."""
+    context = 0
+    for row, token in enumerate(tokens):
+        context = _extended(context, row, token)
+    return context
 
 
 def _what_followed(history: Sequence[int]) -> int | None:

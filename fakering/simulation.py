@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.config import SchedulerSettings
 from coordinator.drafters.ngram import NgramDrafter
 from coordinator.drafters.none import NoDrafter
-from coordinator.errors import Cancelled, RingLost, RingserveError
+from coordinator.errors import Cancelled, ConstraintFailed, RingLost, RingserveError
 from coordinator.events import (
     Action,
     Emit,
@@ -40,7 +40,9 @@ from coordinator.scheduler import Scheduler
 from fakering.faults import FaultScript
 from fakering.model import FakeModel
 from fakering.network import Network, Pace
+from fakering.owners import Crossed, Owners
 from fakering.ring import describe
+from fakering.toys import ToyConstraint, random_toy
 
 _MAX_EVENTS = (
     20_000  # a run of 8 jobs takes some hundreds; more means that it goes round in circles
@@ -68,10 +70,12 @@ class PlannedJob:
     seed: int | None = None  # None: greedy
     draft: bool = True
     cancel_after_s: float | None = None
+    constraint: ToyConstraint | None = None
     # When it has finished, the session's next prompt is known to begin with so much of its own prompt and answer,
     # and with these tokens behind it. None: nothing is known.
     next_keeps: int | None = None
     next_adds: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 @dataclass(slots=True)
@@ -127,6 +131,8 @@ class Simulation:
         self.network = Network(stages, lanes, max_rows, model, faults, pace, host_rows, state_rows)
         self.scheduler = Scheduler("sim", self.info, settings)
         self.jobs: dict[JobId, PlayedJob] = {}
+        tenants = {JobId(index): planned.tenant for index, planned in enumerate(plan)}
+        self._owners = Owners(lanes, tenants)
         self.refusals = 0
         self.epochs = 0
         self.now = 0.0
@@ -144,11 +150,14 @@ class Simulation:
 
     def run(self) -> None:
         """Plays everything to its end and checks the invariants after every event."""
-        for _ in range(_MAX_EVENTS):
-            if not self._step():
-                break
-        else:
-            raise SimulationFailed("the run goes on for ever")
+        try:
+            for _ in range(_MAX_EVENTS):
+                if not self._step():
+                    break
+            else:
+                raise SimulationFailed("the run goes on for ever")
+        except Crossed as crossed:
+            raise SimulationFailed(f"at {self.now:.3f} s: {crossed}") from crossed
         for job in self.jobs.values():
             self._require(job.ended, "a job never ended")
         self._require(self.scheduler.lanes.busy == 0, "a lane is still busy")
@@ -236,6 +245,8 @@ class Simulation:
             stop_tokens=self._end_tokens,
             session=SessionId(planned.session) if planned.session is not None else None,
             draft=planned.draft,
+            tenant=planned.tenant,
+            constraint=planned.constraint,
         )
 
     def _feed(self, event: Event) -> None:
@@ -248,6 +259,7 @@ class Simulation:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Send(frame):
+                self._owners.sent(frame)
                 try:
                     self.network.send(frame, self.now)
                 except RingLost as lost:
@@ -268,6 +280,7 @@ class Simulation:
                 self.jobs[job].error = error
             case OpenEpoch(epoch, _):
                 self.epochs += 1
+                self._owners.new_epoch()
                 self._later(self.now + 0.1, epoch)
 
     def _foresee(self, job: JobId) -> None:
@@ -276,7 +289,9 @@ class Simulation:
             return
         told = (*played.request.prompt, *played.tokens)[: planned.next_keeps]
         if told or planned.next_adds:
-            wish = Wish(played.request.session, (*told, *planned.next_adds))
+            tokens = (*told, *planned.next_adds)
+            wish = Wish(played.request.session, tokens, tenant=planned.tenant)
+            self._owners.wished(wish)
             self._events.append(NextKnown(wish, self.now))
 
     def _later(
@@ -313,10 +328,17 @@ class Simulation:
         if got != expected[: len(got)]:
             raise SimulationFailed(f"at {self.now:.3f} s: wrong tokens: {got} for {expected}")
         self._require(played.finished is None or got == expected, "finished early")
+        if isinstance(played.error, ConstraintFailed):
+            self._require(got == expected, "a constraint failed early")
 
     def _oracle(self, request: Request) -> tuple[int, ...]:
         count = min(request.max_new_tokens, self.info.max_rows - len(request.prompt))
-        return self._model.oracle(request.prompt, count, request.sampling, self._end_tokens)
+        toy = request.constraint
+        if isinstance(toy, ToyConstraint) and toy.fails_at is not None:
+            count = min(count, toy.fails_at)
+            toy = replace(toy, fails_at=None)
+        ends = self._end_tokens
+        return self._model.oracle(request.prompt, count, request.sampling, ends, toy)
 
     def _check_replicas(self) -> None:
         replica = self.scheduler.ledger
@@ -337,12 +359,16 @@ class Simulation:
             raise SimulationFailed(f"at {self.now:.3f} s: {breach}")
 
 
-def random_plan(seed: int, jobs: int, vocab_size: int, *, head: int = 20) -> tuple[PlannedJob, ...]:
-    """Turns of a few sessions over one shared head: follow-ups, branches, retries and
-    cancellations.
+def random_plan(
+    seed: int, jobs: int, vocab_size: int, *, head: int = 20, tenants: Sequence[str] = ("",)
+) -> tuple[PlannedJob, ...]:
+    """Turns of a few sessions over one shared head: follow-ups, branches, retries and cancellations. With several
+    tenants each job is one's of them, whatever it follows and whosever session it names.
     """
+    owners = random.Random(f"tenants/{seed}")
     dice = random.Random(seed)
     resends = random.Random(f"resends/{seed}")
+    toys = random.Random(f"toys/{seed}")
     shared = tuple(dice.randrange(vocab_size) for _ in range(head))
     plan: list[PlannedJob] = []
     for index in range(jobs):
@@ -362,8 +388,10 @@ def random_plan(seed: int, jobs: int, vocab_size: int, *, head: int = 20) -> tup
                 seed=dice.choice((None, None, dice.randrange(1 << 32))),
                 draft=dice.random() < 0.8,
                 cancel_after_s=dice.uniform(0.0, 0.4) if dice.random() < 0.2 else None,
+                constraint=random_toy(toys, vocab_size + 1) if toys.random() < 0.3 else None,
                 next_keeps=dice.randint(0, 40) if dice.random() < 0.4 else None,
                 next_adds=tuple(dice.randrange(vocab_size) for _ in range(dice.randint(0, 20))),
+                tenant=owners.choice(tenants),
             )
         )
     return tuple(plan)

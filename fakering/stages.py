@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from coordinator.constraints import lets_any
 from coordinator.frames import (
     CopyRows,
     DropNodes,
@@ -186,10 +187,11 @@ class FakeStage:
         if spec is None:
             return SegmentReply(segment.lane, segment.job, segment.start)
         tokens, logprobs = [], []
-        for row in segment.sampled_rows:
+        masks = segment.masks or (b"",) * len(segment.sampled_rows)
+        for row, mask in zip(segment.sampled_rows, masks, strict=True):
             activation = self._activation(segment, made, row)
             history = self.rows.history(segment.lane, row)
-            tokens.append(self._model.choose(activation, history, spec))
+            tokens.append(self._model.choose(activation, history, spec, mask))
             if spec.logprobs is not None:
                 logprobs.append(self._model.logprobs(activation, tokens[-1], spec.logprobs))
         return SegmentReply(
@@ -222,11 +224,16 @@ class FakeStage:
                 RefusalCode.BAD_FRAME,
                 self.index,
                 segment.lane,
-                f"token id {max(segment.tokens, default=0)} of a vocabulary of {self._model.vocab_size}",
+                f"tokens or masks for another vocabulary than that of {self._model.vocab_size}",
             )
             for segment in frame.segments
-            if max(segment.tokens, default=0) >= self._model.vocab_size
+            if self._is_outside(segment)
         )
+
+    def _is_outside(self, segment: Segment) -> bool:
+        size = self._model.vocab_size
+        known = max(segment.tokens, default=0) < size
+        return not (known and all(lets_any(mask, size) for mask in segment.masks))
 
     def _suffer(self, frame: Frame, faults: Sequence[StageFault]) -> None:
         for fault in faults:

@@ -17,7 +17,7 @@ import torch
 
 from coordinator.errors import ModelDoesNotFit, ModelUnusable, NumericsNotExact
 from coordinator.frames import PROTOCOL_VERSION, NodeId
-from coordinator.nodes import Node, root_of
+from coordinator.nodes import Node
 from coordinator.ring import RingInfo, StageProgress
 from stage.attention import Numerics, RowSegment
 from stage.config import RingConfig
@@ -161,7 +161,9 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
 def _held_by_all(reports: Sequence[StageReport]) -> tuple[Node, ...]:
     """Nodes that every stage has, with all that they hang on; parents first. What only some have stays unused there."""
     everywhere = set.intersection(*({node.id for node in report.stored} for report in reports))
-    ends = {root_of(reports[0].fingerprint): 0}
+    # A parent that is no node is the root of some tenant's chains, who is not known before he asks.
+    roots = {node.parent for node in reports[0].stored} - {node.id for node in reports[0].stored}
+    ends = dict.fromkeys(roots, 0)
     held = []
     for node in sorted(reports[0].stored, key=lambda node: node.start):
         if node.id in everywhere and ends.get(node.parent) == node.start:

@@ -50,13 +50,20 @@ class Thought:
 
 @dataclass(slots=True, eq=False)
 class DraftLane:
-    """`tokens`: the token in each row. `agreed`: how many of them are known to be the owner's context."""
+    """`tokens`: the token in each row, all of one tenant's jobs. `agreed`: how many of them are known to be the owner's
+    context.
+    """
 
     number: int
+    tenant: str = ""
     tokens: list[int] = field(default_factory=list)
     owner: DraftJob | None = None
     agreed: int = 0
     used_at: int = 0
+
+    def holds_of(self, job: DraftJob) -> int:
+        """How many of the job's first rows may be gone on from here: another tenant's are none."""
+        return common_prefix(self.tokens, job.context) if self.tenant == job.tenant else 0
 
     def agree(self, context: Sequence[int]) -> int:
         """Counts on: what a context holds never changes, it only grows."""
@@ -73,6 +80,7 @@ class DraftLane:
 @dataclass(slots=True, eq=False)
 class DraftJob:
     wake: Callable[[], object]
+    tenant: str = ""  # as in coordinator.requests.Request
     context: list[int] = field(default_factory=list)
     thought: Thought | None = None
     lane: DraftLane | None = None
@@ -147,8 +155,11 @@ class DraftLanes:
         free = [lane for lane in self._lanes if lane.owner is None] or self._vacate(busy)
         if not free:
             return False
-        rated = [(common_prefix(lane.tokens, job.context), -lane.used_at, lane) for lane in free]
+        rated = [(lane.holds_of(job), -lane.used_at, lane) for lane in free]
         depth, _, lane = max(rated, key=lambda each: each[:2])
+        if lane.tenant != job.tenant:
+            lane.tenant = job.tenant
+            lane.tokens.clear()
         lane.owner, lane.agreed, lane.used_at, job.lane = job, depth, self._asks, lane
         return True
 

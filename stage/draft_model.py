@@ -47,9 +47,9 @@ class DraftModel:
         self._thread = Thread(target=self._run, name="draft-model", daemon=True)
         self._thread.start()
 
-    def drafter(self, job: JobId, wake: Callable[[], object]) -> Drafter:
+    def drafter(self, job: JobId, wake: Callable[[], object], tenant: str = "") -> Drafter:
         """The DrafterFactory of this model, for any number of rings."""
-        return ModelDrafter(self, DraftJob(wake))
+        return ModelDrafter(self, DraftJob(wake, tenant))
 
     def close(self) -> None:
         """Ends the thread, after the call that it is in. Drafters propose nothing from then on."""

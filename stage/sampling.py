@@ -3,7 +3,7 @@
 A pure function. It may not keep state, read a clock or let one row of a call touch another: the same
 row gives the same token alone or packed, on every retry, with any number of stages.
 
-Order: penalties (repetition, then frequency and presence), logit bias, temperature, top-k, top-p, min-p.
+Order: penalties (repetition, then frequency and presence), logit bias, mask, temperature, top-k, top-p, min-p.
 The last four stand as in transformers' generate(); the bias comes after the penalties, so that a bias is
 what a client sees added. Ties at a truncation's edge are all kept: which of equals goes would be a sort's whim.
 
@@ -48,6 +48,7 @@ class AskedRow:
     # spec that reads_history needs any.
     history: History = ()
     prompt_tokens: int = 0  # history from here on was generated
+    mask: bytes = b""  # which tokens may be sampled, as in coordinator.constraints.Constraint
 
     def __post_init__(self) -> None:
         if reads_history(self.sampling) and len(self.history) < self.position:
@@ -61,7 +62,7 @@ class SampledRow:
 
 
 class NotFinite(BrokenInvariant):
-    """A row's logits hold NaN or +inf, or nothing but -inf: no token would be right.
+    """A row's logits hold NaN or +inf, or nothing but -inf where its mask lets it look: no token would be right.
 
     `rows` are their indices in the call. Nothing was decided; the caller may ask again without them.
     """
@@ -94,6 +95,9 @@ def sample_rows(logits: Tensor, asked: Sequence[AskedRow]) -> list[SampledRow]:
     if not asked:
         return []
     highest, likeliest = logits.max(dim=-1)  # [asked]; the first of equals, NaN if there is one
+    allowed = _Allowed.of(asked, logits.shape[1])
+    if allowed is not None:
+        allowed.look(logits, highest, likeliest)
     _refuse_not_finite(highest, asked)
     greedy = likeliest.tolist()
     # The rows of a segment share one spec, and a bias may name the whole vocabulary.
@@ -102,7 +106,7 @@ def sample_rows(logits: Tensor, asked: Sequence[AskedRow]) -> list[SampledRow]:
     return [
         SampledRow(greedy[i])
         if _is_plain_argmax(row.sampling)
-        else _sample(logits[i], row, biases[id(row.sampling)])
+        else _sample(logits[i], row, biases[id(row.sampling)], allowed and allowed.at(i))
         for i, row in enumerate(asked)
     ]
 
@@ -129,6 +133,43 @@ class _Bias:
         np.add.at(logits.numpy(), self.tokens, self.values)
 
 
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    """What the masked rows of a call may sample: [masked rows, vocab] of bool, and which rows those are."""
+
+    rows: tuple[int, ...]
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, asked: Sequence[AskedRow], vocab_size: int) -> _Allowed | None:
+        rows = tuple(i for i, row in enumerate(asked) if row.mask)
+        if not rows:
+            return None
+        packed = np.zeros((len(rows), -(-vocab_size // 8)), dtype=np.uint8)
+        for line, i in zip(packed, rows, strict=True):
+            mask = np.frombuffer(asked[i].mask, dtype=np.uint8)[: len(line)]
+            line[: len(mask)] = mask
+        bits = np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little")
+        return cls(rows, torch.from_numpy(bits.view(np.bool_)))
+
+    def at(self, row: int) -> Tensor | None:
+        return self.tokens[self.rows.index(row)] if row in self.rows else None
+
+    def look(self, logits: Tensor, highest: Tensor, likeliest: Tensor) -> None:
+        """Puts in the highest logits that the masked rows may look at. What is not finite stays so."""
+        said = likeliest.tolist()
+        # A model that follows its grammar needs no second look.
+        wrong = [n for n, i in enumerate(self.rows) if not self.tokens[n, said[i]]]
+        if not wrong:
+            return
+        rows = torch.tensor([self.rows[n] for n in wrong], device=logits.device)
+        hidden = ~self.tokens[wrong].to(logits.device)
+        top = logits[rows].masked_fill_(hidden, -torch.inf).max(dim=-1)
+        finite = torch.isfinite(highest[rows])
+        highest[rows] = torch.where(finite, top.values, highest[rows])
+        likeliest[rows] = top.indices
+
+
 def _refuse_not_finite(highest: Tensor, asked: Sequence[AskedRow]) -> None:
     finite = torch.isfinite(highest).tolist()
     bad = tuple(i for i, ok in enumerate(finite) if not ok)
@@ -144,9 +185,14 @@ def _changes_logits(spec: SamplingSpec) -> bool:
     return bool(spec.logit_bias) or reads_history(spec)
 
 
-def _sample(raw_row: Tensor, row: AskedRow, bias: _Bias | None) -> SampledRow:
+def _sample(
+    raw_row: Tensor, row: AskedRow, bias: _Bias | None, allowed: Tensor | None
+) -> SampledRow:
     raw = raw_row.detach().to("cpu", torch.float64)  # [vocab]
-    token = _pick(_adjusted(raw, row, bias), row.sampling, position=row.position)
+    logits = _adjusted(raw, row, bias)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    token = _pick(logits, row.sampling, position=row.position)
     return SampledRow(token, _logprobs(raw, token, row.sampling.logprobs))
 
 

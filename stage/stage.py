@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coordinator.constraints import lets_any
 from coordinator.errors import InvalidValue
 from coordinator.frames import (
     Epoch,
@@ -271,8 +272,9 @@ class Stage:
         if reads_history(spec):
             # Once a segment: a context has many rows, and a verify segment samples each of its own.
             history = np.array(self.ledger.tokens(segment.lane, segment.end), dtype=np.int64)
-        for row in segment.sampled_rows:
-            yield AskedRow(row + 1, spec, history, segment.prompt_tokens)
+        masks = segment.masks or (b"",) * len(segment.sampled_rows)
+        for row, mask in zip(segment.sampled_rows, masks, strict=True):
+            yield AskedRow(row + 1, spec, history, segment.prompt_tokens, mask)
 
 
 def _unread(garbled: Garbled, index: int) -> FrameMessage:
@@ -301,6 +303,8 @@ def _outside(segment: Segment, vocab_size: int) -> str | None:
             check_spec(segment.sampling, vocab_size)
     except InvalidValue as error:
         return str(error)
+    if not all(lets_any(mask, vocab_size) for mask in segment.masks):
+        return f"a mask lets none of the vocabulary's {vocab_size} tokens follow"
     return None
 
 

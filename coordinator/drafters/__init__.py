@@ -30,4 +30,5 @@ class Drafter(Protocol):
 
 
 # Makes the drafter of one job. The callback is for drafters that think elsewhere: it may be called from any thread.
-DrafterFactory = Callable[[JobId, Callable[[], object]], Drafter]
+# The name is the tenant's, of whose jobs alone a drafter may keep anything for this one.
+DrafterFactory = Callable[[JobId, Callable[[], object], str], Drafter]

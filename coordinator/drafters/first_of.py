@@ -31,7 +31,7 @@ class FirstOf:
 
 
 def first_of(*factories: DrafterFactory) -> DrafterFactory:
-    def make(job: JobId, wake: Callable[[], object]) -> Drafter:
-        return FirstOf([factory(job, wake) for factory in factories])
+    def make(job: JobId, wake: Callable[[], object], tenant: str) -> Drafter:
+        return FirstOf([factory(job, wake, tenant) for factory in factories])
 
     return make

@@ -56,7 +56,7 @@ class NgramDrafter:
         return tuple(text)
 
 
-def ngram_drafter(job: JobId, wake: Callable[[], object]) -> Drafter:
+def ngram_drafter(job: JobId, wake: Callable[[], object], tenant: str) -> Drafter:
     """The DrafterFactory of prompt lookup, which never needs to think."""
     return NgramDrafter()
 

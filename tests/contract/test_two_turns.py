@@ -127,7 +127,7 @@ async def test_a_divergence_in_the_first_turns_last_frame_is_cut_there(hand: Han
     history = await first_turn(hand)
     for row in (COMMITTED - 1, FIRST - 1, FIRST - 3):
         prompt = texts.changed(history, row, hand.info.vocab_size)
-        n = min(row, hand.ledger.usable_prefix(LaneId(A), prompt))
+        n = min(row, hand.ledger.usable_prefix(LaneId(A), prompt, hand.root))
         assert n == row
         assert await warm(hand, A, prompt, n) == await cold(hand, prompt)
         await hand.turn(A, history[:FIRST], COUNT)
@@ -154,7 +154,7 @@ async def test_a_turn_cancelled_in_decode_leaves_rows_to_reuse(hand: Hand, waite
     if waited:
         await hand.reply_to(frame)
     follow_up = (*prompt, *tokens, *novel(hand, 6, seed=10))
-    n = min(FIRST + 1, hand.ledger.usable_prefix(LaneId(A), follow_up))
+    n = min(FIRST + 1, hand.ledger.usable_prefix(LaneId(A), follow_up, hand.root))
     assert n == FIRST + 1
     assert await warm(hand, A, follow_up, n) == await cold(hand, follow_up)
 
@@ -183,7 +183,7 @@ async def test_rejected_drafts_are_not_reused(hand: Hand) -> None:
     await hand.reply_to(hand.send_prefill(A, job, prompt)[-1])
     await hand.exchange(segments=(hand.verify(A, job, FIRST, (plain[0], wrong, wrong)),))
     follow_up = prompt + plain[:3] + novel(hand, 4, seed=11)
-    assert hand.ledger.usable_prefix(LaneId(A), follow_up) == FIRST + 1
+    assert hand.ledger.usable_prefix(LaneId(A), follow_up, hand.root) == FIRST + 1
     assert await warm(hand, A, follow_up, FIRST + 1) == await cold(hand, follow_up)
 
 

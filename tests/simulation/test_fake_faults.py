@@ -100,7 +100,7 @@ class Player:
         if load:
             nodes = (node_id(ROOT, prompt[:cached]),)
             ops = (LoadNodes(LaneId(lane), 0, cached, nodes),)
-        ops += (OpenLane(LaneId(lane), JobId(self.job), cached, digest_of(prompt[:cached])),)
+        ops += (OpenLane(LaneId(lane), JobId(self.job), cached, digest_of(prompt[:cached]), ROOT),)
         frames = []
         for start in range(cached, len(prompt), 5):
             chunk = prompt[start : start + 5]

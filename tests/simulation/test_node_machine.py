@@ -179,7 +179,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     def opening(self, lane: int, prefix: Sequence[int]) -> OpenLane:
         self.jobs += 1
-        return OpenLane(LaneId(lane), JobId(self.jobs), len(prefix), digest_of(prefix))
+        return OpenLane(LaneId(lane), JobId(self.jobs), len(prefix), digest_of(prefix), ROOT)
 
     def writing(self, lane: int, start: int, ids: tuple[int, ...]) -> Segment:
         return Segment(LaneId(lane), JobId(self.jobs), start, ids, SegmentKind.VERIFY, GREEDY)
@@ -241,7 +241,7 @@ class NodeMachine(RuleBasedStateMachine):
         long = [node for node in known if way != "skipping" or len(self.chains[node]) > 1]
         last = data.draw(st.sampled_from(long or known))
         path = self.paths[last]
-        start = self.replica.usable_prefix(LaneId(lane), path)
+        start = self.replica.usable_prefix(LaneId(lane), path, ROOT)
         if not is_careful:
             have = len(path) if way == "beyond" else self.replica.valid_rows(LaneId(lane))
             start = data.draw(st.integers(0, min(have, len(path) - 1)))
@@ -255,7 +255,7 @@ class NodeMachine(RuleBasedStateMachine):
             del needed[data.draw(st.integers(0, len(needed) - 1))]
         ops: tuple[Op, ...] = (LoadNodes(LaneId(lane), start, end, tuple(needed)),)
         if way == "beyond":  # the rows before it are right, as far as there are any
-            have = self.replica.usable_prefix(LaneId(lane), path[:start])
+            have = self.replica.usable_prefix(LaneId(lane), path[:start], ROOT)
             ops = (self.opening(lane, path[: max(0, have - 1)]), *ops)
         ops = (*ops, self.opening(lane, path[:end]))
         self.send(ops, (self.writing(lane, end, ids),) if end < MAX_ROWS else ())

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.chain import ChainIndex, ChainMatch
 from coordinator.config import SchedulerSettings
-from coordinator.frames import JobId, LaneId
+from coordinator.frames import JobId, LaneId, NodeId
 from coordinator.ledger import Ledger
 from coordinator.requests import MissKind
 from fakering.faults import CorruptRow, Drop, FaultScript, KeepNothing, LoseNode, Restart
@@ -51,8 +51,8 @@ def test_the_fuzzer_finds_a_fault_that_was_planted(monkeypatch: pytest.MonkeyPat
     """One token too many is trusted in each reused prefix: an off-by-one of the worst kind."""
     right = Ledger.restore_point
 
-    def wrong(self: Ledger, lane: LaneId, prompt: Sequence[int], most: int) -> int:
-        depth = right(self, lane, prompt, most)
+    def wrong(self: Ledger, lane: LaneId, prompt: Sequence[int], most: int, root: NodeId) -> int:
+        depth = right(self, lane, prompt, most, root)
         return depth + 1 if 0 < depth < most else depth
 
     monkeypatch.setattr(Ledger, "restore_point", wrong)
@@ -66,8 +66,8 @@ def test_the_fuzzer_finds_a_chain_that_is_trusted_a_row_too_far(
     """A node's rows are served up to one row behind where the prompt differs."""
     right = ChainIndex.match
 
-    def wrong(self: ChainIndex, tokens: Sequence[int]) -> ChainMatch:
-        match = right(self, tokens)
+    def wrong(self: ChainIndex, tokens: Sequence[int], root: NodeId) -> ChainMatch:
+        match = right(self, tokens, root)
         more = match.rows < len(tokens) and match.nodes
         reach = self.node(match.nodes[-1]).end if more else 0
         return ChainMatch(match.nodes, match.rows + 1) if reach > match.rows else match

@@ -1,0 +1,149 @@
+"""OpenAI's own client drives /v1/responses over a socket, strictly: what it cannot read is a fault of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from gateway.http import streaming
+from gateway.http.server import serve_http
+from gateway.settings import HttpSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
+
+    from tests.compat.conftest import Site
+
+GREEDY: Any = {"model": "fake", "input": "Hello", "temperature": 0}
+
+
+@pytest.fixture
+def sdk(
+    site: Callable[..., AbstractAsyncContextManager[Site]],
+) -> Callable[..., AbstractAsyncContextManager[tuple[AsyncOpenAI, Site]]]:
+    @asynccontextmanager
+    async def make(**kinds: Any) -> AsyncIterator[tuple[AsyncOpenAI, Site]]:
+        async with (
+            site(**kinds) as fake,
+            serve_http(fake.service, HttpSettings(drain_s=1.0)) as address,
+            AsyncOpenAI(
+                base_url=f"http://{address}/v1",
+                api_key="none",
+                max_retries=0,
+                _strict_response_validation=True,
+            ) as client,
+        ):
+            yield client, fake
+
+    return make
+
+
+async def test_whole_and_streamed_responses_agree(sdk: Any) -> None:
+    async with sdk() as (client, _):
+        whole = await client.responses.create(**GREEDY, metadata={"a": "b"}, store=False)
+        assert (whole.status, whole.metadata, whole.store) == ("completed", {"a": "b"}, False)
+        assert whole.output_text != ""
+        async with client.responses.stream(**GREEDY) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output_text == whole.output_text
+        said = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(said) == whole.output_text
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert final.usage.total_tokens == whole.usage.total_tokens
+        assert final.usage.input_tokens_details.cached_tokens == whole.usage.input_tokens
+
+
+async def test_a_limit_leaves_a_response_incomplete(sdk: Any) -> None:
+    async with sdk(endless=True) as (client, _):
+        whole = await client.responses.create(**GREEDY, max_output_tokens=5)
+        assert (whole.status, whole.usage.output_tokens) == ("incomplete", 5)
+        assert whole.incomplete_details.reason == "max_output_tokens"
+        assert whole.output[0].status == "incomplete"
+        stream = await client.responses.create(**GREEDY, max_output_tokens=5, stream=True)
+        last = [event async for event in stream][-1]
+        assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+        assert last.response.output_text == whole.output_text
+
+
+async def test_a_conversation_sent_again_goes_on_from_its_rows(sdk: Any) -> None:
+    """A response's own output items, as the SDK hands them out, are input of the next."""
+    async with sdk() as (client, _):
+        talk: list[Any] = [{"role": "user", "content": "Hello"}]
+        ask: Any = {"model": "fake", "temperature": 0, "prompt_cache_key": "one"}
+        first = await client.responses.create(**ask, input=talk)
+        talk += [*first.output, {"role": "user", "content": "And?"}]
+        second = await client.responses.create(**ask, input=talk)
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+
+
+async def test_errors_before_a_stream_have_a_status_and_a_code(sdk: Any) -> None:
+    async with sdk() as (client, _):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(model="fake", input="x" * 3000, stream=stream)
+            assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError) as kept:
+            await client.responses.create(**GREEDY, previous_response_id="resp_1")
+        assert (kept.value.param, kept.value.code) == ("previous_response_id", "invalid_value")
+        with pytest.raises(openai.NotFoundError) as other:
+            await client.responses.create(model="gpt", input="Hello")
+        assert other.value.code == "model_not_found"
+
+
+async def test_what_codex_reads_only_in_band_comes_in_band(sdk: Any) -> None:
+    """It takes a 400 for the end of its turn, and shortens its conversation on the code in response.failed."""
+    async with sdk() as (client, _):
+        client = client.with_options(default_headers={"originator": "codex_cli_rs"})
+        raw = client.responses.with_streaming_response
+        async with raw.create(model="fake", input="x" * 3000, stream=True) as answer:
+            lines = [line async for line in answer.iter_lines()]
+        assert [line for line in lines if line.startswith("event: ")][
+            -1
+        ] == "event: response.failed"
+        assert '"code":"context_length_exceeded"' in lines[-2 if lines[-1] == "" else -1]
+
+
+async def test_an_error_behind_the_first_byte_fails_the_response(sdk: Any) -> None:
+    async with sdk(endless=True, step_s=0.01) as (client, fake):
+        stream = await client.responses.create(**GREEDY, stream=True)
+        events = []
+        async for event in stream:
+            events.append(event)
+            await fake.driver._ring.stop()
+        assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
+        assert (events[-1].response.error.code, "lost" in events[-1].response.error.message) == (
+            "server_error",
+            True,
+        )
+
+
+async def test_closing_a_stream_frees_its_lane(sdk: Any) -> None:
+    async with sdk(endless=True, step_s=0.01) as (client, fake):
+        stream = await client.responses.create(**GREEDY, stream=True)
+        await anext(aiter(stream))
+        assert fake.driver.status().busy_lanes == 1
+        await stream.close()
+        for _ in range(500):
+            if fake.driver.status().busy_lanes == 0:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("the lane is still taken")
+
+
+async def test_silence_is_told_by_events(sdk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codex's idle timeout counts from event to event; a comment is none."""
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
+    async with (
+        sdk(step_s=0.2) as (client, _),
+        client.responses.stream(**GREEDY, max_output_tokens=2) as stream,
+    ):
+        kinds = [event.type async for event in stream]
+    assert kinds[0] == "response.created"
+    assert kinds.count("response.in_progress") > 2
