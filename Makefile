@@ -1,10 +1,10 @@
-# Eight verbs; CI calls the same ones. `make PYTHON=python3.12 test` picks another interpreter.
+# A few verbs; CI calls the same ones. `make PYTHON=python3.12 test` picks another interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.synced
 PROTO := proto/ringserve/v1/generation.proto
 
-.PHONY: sync lint type test cluster demo proto fuzz
+.PHONY: sync lint type test cluster demo proto fuzz screenshot
 
 sync: $(STAMP)
 
@@ -36,6 +36,10 @@ demo: $(STAMP)
 proto: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I gateway/pb=proto/ringserve/v1 \
 		--python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
+
+# The picture of the status page, of a fake ring; needs Chromium and its driver.
+screenshot: $(STAMP)
+	RINGSERVE_SCREENSHOT=docs/images/status.png $(BIN)/python -m pytest -q tests/compat/test_status_page.py -k lively
 
 # Whole runs of the scheduler over the fake ring, for as long as it is told: make fuzz SECONDS=3600
 SECONDS ?= 60

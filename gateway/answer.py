@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.requests import TokenDelta
-from gateway.chat.parts import AnswerParser, AnswerPart
+from coordinator.requests import Finished, FinishReason, TokenDelta
+from gateway.chat.messages import Message
+from gateway.chat.parsing.writer import merged
+from gateway.chat.parts import AnswerParser, AnswerPart, message_of
 from gateway.chat.stops import StopMatcher
 from gateway.chat.tokenizer import ChatTokenizer
-from gateway.turns import TurnDelta
+from gateway.turns import TurnDelta, TurnFinished
 
 # Tokens that a stop string may reach back over, when looking for the ids that spell only what was shown.
 _LONGEST_STOP_TOKENS = 32
@@ -31,27 +33,45 @@ class Answer:
     ) -> None:
         self._tokenizer = tokenizer
         self._parser = parser
-        self._letters = tokenizer.detokenizer(
-            skip_special=parser is None or not parser.reads_special
-        )
+        self._skips_special = parser is None or not parser.reads_special
+        self._letters = tokenizer.detokenizer(skip_special=self._skips_special)
         self._matcher = StopMatcher(stop)
         self._stop_tokens = stop_tokens
         self._shown: list[str] = []
+        self._parts: list[AnswerPart] = []
         self.token_ids: list[int] = []
+        self._thought_tokens = 0
         self.matched: str | int | None = None
 
     def feed(self, delta: TokenDelta) -> TurnDelta:
         """What to send for these tokens. Those behind the end of the answer are dropped."""
         taken = 0
         text = ""
+        parts: list[AnswerPart] = []
         for token in delta.tokens:
             if self.matched is not None:
                 break
             taken += 1
-            text += self._take(token)
+            said = self._take(token)
+            text += said
+            parts += self._parsed(said)
         self._shown.append(text)
-        parts = () if self._parser is None else self._parser.feed(text)
-        return TurnDelta(delta.tokens[:taken], text, delta.logprobs[:taken], parts)
+        told = self._told(parts)
+        return TurnDelta(delta.tokens[:taken], text, delta.logprobs[:taken], told)
+
+    def _parsed(self, text: str) -> tuple[AnswerPart, ...]:
+        """What one token brings; it is a thought's when one is open in front of it or behind it."""
+        if self._parser is None:
+            return ()
+        thinking = self._parser.thinking
+        parts = self._parser.feed(text)
+        self._thought_tokens += thinking or self._parser.thinking
+        return parts
+
+    def _told(self, parts: Sequence[AnswerPart]) -> tuple[AnswerPart, ...]:
+        told = merged(parts)
+        self._parts += told
+        return told
 
     def _take(self, token: int) -> str:
         self.token_ids.append(token)
@@ -71,8 +91,19 @@ class Answer:
         text = self._rest()
         parts: tuple[AnswerPart, ...] = ()
         if self._parser is not None:
-            parts = (*self._parser.feed(text), *self._parser.flush())
+            parts = self._told((*self._parser.feed(text), *self._parser.flush()))
         return TurnDelta(text=text, parts=parts) if text or parts else None
+
+    def finished(self, done: Finished) -> TurnFinished:
+        """The turn's end, once all was flushed."""
+        return TurnFinished(
+            reason=done.reason if self.matched is None else FinishReason.STOP,
+            matched_stop=self.matched,
+            usage=done.usage,
+            timings=done.timings,
+            calls=0 if self._parser is None else self._parser.calls,
+            thought_tokens=self._thought_tokens,
+        )
 
     def _rest(self) -> str:
         if isinstance(self.matched, str):
@@ -89,6 +120,11 @@ class Answer:
     def shown(self) -> str:
         """What the client got."""
         return "".join(self._shown)
+
+    @property
+    def message(self) -> Message:
+        """The answer as the client will send it back."""
+        return Message("assistant", self.shown) if self._parser is None else message_of(self._parts)
 
     @property
     def is_shown_whole(self) -> bool:
@@ -110,6 +146,6 @@ class Answer:
     def _shown_ids(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         shown = self.shown
         for kept in range(len(ids), max(len(ids) - _LONGEST_STOP_TOKENS, 0), -1):
-            if self._tokenizer.decode(ids[:kept]) == shown:
+            if self._tokenizer.decode(ids[:kept], skip_special=self._skips_special) == shown:
                 return ids[:kept]
         return ()

@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 
 from coordinator.errors import InvalidSetting
+from gateway.server_address import ServerAddress
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """Raises InvalidSetting."""
 
-    address: str
+    server: ServerAddress
     system: str | None = None
     temperature: float = 0.0
     max_tokens: int = 512  # of each answer; a small model may never stop by itself

@@ -19,7 +19,8 @@ from rich.console import Console
 from coordinator.requests import SamplingSpec, SessionId
 from gateway.chat.messages import Message
 from gateway.chat_options import ChatOptions
-from gateway.client import Client, error_info
+from gateway.client import Client, client_of, error_info
+from gateway.server_address import ServerAddress
 from gateway.turns import ChatPrompt, TurnDelta, TurnFinished, TurnRequest, TurnStarted
 
 INTERRUPTED = 130
@@ -32,15 +33,17 @@ def talk(options: ChatOptions) -> int:
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # input() then edits lines and remembers them
     with asyncio.Runner() as runner:
-        client = runner.run(_connect(options.address))
+        client = runner.run(_connect(options.server))
         try:
             model = runner.run(client.model())
             console.print(
                 f"{model.name}, {model.max_context} tokens, {model.numerics}", style="dim"
             )
-            return _converse(runner, _Conversation(client, options, console), options.address)
+            return _converse(
+                runner, _Conversation(client, options, console), options.server.address
+            )
         except grpc.aio.AioRpcError as error:
-            console.print(_said(error, options.address), style="red", markup=False)
+            console.print(_said(error, options.server.address), style="red", markup=False)
             return 1
         except KeyboardInterrupt:
             console.print()
@@ -49,8 +52,8 @@ def talk(options: ChatOptions) -> int:
             runner.run(client.__aexit__(None, None, None))
 
 
-async def _connect(address: str) -> Client:
-    return Client(address)
+async def _connect(server: ServerAddress) -> Client:
+    return client_of(server)
 
 
 class _Conversation:

@@ -6,7 +6,6 @@ failure, 2 for bad usage, 130 when interrupted. Heavy modules are imported by th
 
 from __future__ import annotations
 
-import logging
 import os
 from importlib.metadata import version
 from typing import Annotated
@@ -15,12 +14,15 @@ import typer
 
 from coordinator.config import SchedulerSettings
 from coordinator.errors import SetupError
+from gateway.asking import Address, ApiKey, ClientCert, TlsCa
 from gateway.chat_options import ChatOptions
 from gateway.cli_bench import bench
 from gateway.cli_cache import app as cache_app
 from gateway.cli_rings import app as rings_app
 from gateway.exits import fail
 from gateway.flags import (
+    ApiKeyFile,
+    ApiKeys,
     DeviceFlag,
     DraftModelFlag,
     Drafts,
@@ -30,14 +32,22 @@ from gateway.flags import (
     Host,
     HttpPort,
     Insecure,
+    IsolateKeys,
     Json,
+    KeyMaxJobs,
+    KeyTokensPerMinute,
     KvDisk,
     KvDiskBytes,
     KvHostBytes,
     Lanes,
+    LogFormatFlag,
+    LogLevelFlag,
     MaxRows,
+    MetricsPrefix,
     Model,
     NumericsFlag,
+    Operators,
+    OtlpEndpoint,
     QueueLimit,
     RayAddress,
     Ring,
@@ -45,9 +55,17 @@ from gateway.flags import (
     ServedName,
     Spread,
     Stages,
+    TlsCert,
+    TlsClientCa,
+    TlsKey,
     Verbose,
 )
+from gateway.logs import log_to_stderr
+from gateway.observe_settings import LogLevel, ObserveSettings
+from gateway.safety import SafetySettings
+from gateway.server_address import ServerAddress
 from gateway.settings import GrpcSettings, HttpSettings, ServeSettings
+from gateway.tls import tls_settings
 
 app = typer.Typer(
     name="ringserve",
@@ -64,8 +82,10 @@ app.add_typer(cache_app, name="cache")
 _DEFAULTS = ServeSettings(model="default")
 _GRPC = GrpcSettings()
 _HTTP = HttpSettings()
+_SAFETY = SafetySettings()
+_OBSERVE = ObserveSettings()
 _SCHEDULER = SchedulerSettings()
-_CHAT = ChatOptions(address="")
+_CHAT = ChatOptions(ServerAddress(""))
 
 
 def _show_version(wanted: bool) -> None:
@@ -108,12 +128,41 @@ def serve(
     grpc_port: GrpcPort = _GRPC.port,
     http_port: HttpPort = _HTTP.port,
     insecure: Insecure = _GRPC.insecure,
+    api_key: ApiKeys = None,
+    api_key_file: ApiKeyFile = _SAFETY.api_key_file,
+    operators: Operators = _SAFETY.operators,
+    isolate_keys: IsolateKeys = _SAFETY.isolate_keys,
+    key_max_jobs: KeyMaxJobs = _SAFETY.key_max_jobs,
+    key_tokens_per_minute: KeyTokensPerMinute = _SAFETY.key_tokens_per_minute,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
     drain_s: DrainS = _GRPC.drain_s,
+    metrics_prefix: MetricsPrefix = _OBSERVE.metrics_prefix,
+    log_format: LogFormatFlag = _OBSERVE.log_format,
+    log_level: LogLevelFlag = _OBSERVE.log_level,
+    otlp_endpoint: OtlpEndpoint = _OBSERVE.otlp_endpoint,
     verbose: Verbose = False,
 ) -> None:
     """Serves MODEL until Ctrl-C, which lets running turns end; a second one stops at once."""
-    _log_to_stderr(verbose)
     try:
+        observe = ObserveSettings(
+            metrics_prefix=metrics_prefix,
+            log_format=log_format,
+            log_level=log_level or (LogLevel.INFO if verbose else None),
+            otlp_endpoint=otlp_endpoint,
+        )
+        log_to_stderr(observe)
+        safety = SafetySettings(
+            api_keys=api_key,
+            api_key_file=api_key_file,
+            operators=operators,
+            isolate_keys=isolate_keys,
+            key_max_jobs=key_max_jobs,
+            key_tokens_per_minute=key_tokens_per_minute,
+            tls=tls_settings(tls_cert, tls_key, tls_client_ca),
+        )
+        guarded = safety.keeps_strangers_out
         settings = ServeSettings(
             model=model,
             ring=ring,
@@ -132,8 +181,14 @@ def serve(
             kv_disk=kv_disk,
             kv_disk_bytes=kv_disk_bytes,
             scheduler=SchedulerSettings(max_drafts=drafts, queue_limit=queue_limit),
-            grpc=GrpcSettings(host=host, port=grpc_port, insecure=insecure, drain_s=drain_s),
-            http=HttpSettings(host=host, port=http_port, insecure=insecure, drain_s=drain_s),
+            grpc=GrpcSettings(
+                host=host, port=grpc_port, guarded=guarded, insecure=insecure, drain_s=drain_s
+            ),
+            http=HttpSettings(
+                host=host, port=http_port, guarded=guarded, insecure=insecure, drain_s=drain_s
+            ),
+            safety=safety,
+            observe=observe,
         )
         from gateway.serve import serve_until_interrupted
 
@@ -173,9 +228,7 @@ def plan(
 
 @app.command()
 def chat(
-    address: Annotated[
-        str, typer.Option(envvar="RINGSERVE_ADDRESS", help="HOST:PORT of a running ringserve.")
-    ],
+    address: Address,
     system: Annotated[
         str | None, typer.Option(envvar="RINGSERVE_SYSTEM", help="The system prompt.")
     ] = None,
@@ -186,21 +239,25 @@ def chat(
         int, typer.Option(envvar="RINGSERVE_MAX_TOKENS", help="Of each answer.")
     ] = _CHAT.max_tokens,
     seed: Annotated[int | None, typer.Option(envvar="RINGSERVE_SEED")] = None,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    client_cert: ClientCert = None,
 ) -> None:
     """Talks to a running ringserve in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
     from gateway.chat_terminal import talk
 
     try:
         options = ChatOptions(
-            address=address,
+            server=ServerAddress(address, api_key, tls_ca, client_cert),
             system=system,
             temperature=temperature,
             max_tokens=max_tokens,
             seed=seed,
         )
+        code = talk(options)
     except SetupError as error:
-        raise typer.Exit(fail(error)) from None
-    raise typer.Exit(talk(options))
+        code = fail(error)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -218,11 +275,6 @@ def demo(
     except SetupError as error:
         raise typer.Exit(fail(error)) from None
     raise typer.Exit(0 if exact else 1)
-
-
-def _log_to_stderr(verbose: bool) -> None:
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
 def main() -> None:

@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 
 from coordinator.errors import SetupError
+from gateway.asking import ClientCert, TlsCa
 from gateway.exits import fail
 from gateway.flags import Json, Lanes, MaxRows, Ring, Rings, Stages
+from gateway.server_address import ServerAddress
 from gateway.settings import ServeSettings
 
 bench = typer.Typer(help="Measures a ring; each command has --json.", no_args_is_help=True)
@@ -67,6 +69,11 @@ def multiturn(
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="For --openai.")
     ] = None,
+    server_key: Annotated[
+        str | None, typer.Option(envvar="RINGSERVE_API_KEY", metavar="KEY", help="For --address.")
+    ] = None,
+    tls_ca: TlsCa = None,
+    client_cert: ClientCert = None,
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also play the turns by plain transformers.")
     ] = False,
@@ -81,9 +88,12 @@ def multiturn(
         from gateway.bench.multiturn_command import MultiturnOptions, Target, multiturn_command
         from gateway.bench.workload import Load
 
+        server = None
+        if address is not None:
+            server = ServerAddress(address, server_key, tls_ca, client_cert)
         options = MultiturnOptions(
             load=Load(sessions, turns, answer_tokens),
-            target=Target(address, openai, api_key),
+            target=Target(server, openai, api_key),
             baseline=baseline,
             plot=plot,
         )

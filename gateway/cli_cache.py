@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.errors import InvalidSetting
-from gateway.asking import Address, ask
+from gateway.asking import Address, ApiKey, ClientCert, TlsCa, ask
 from gateway.exits import fail
 from gateway.flags import Json
+from gateway.server_address import ServerAddress
 
 if TYPE_CHECKING:
     from gateway.client import Client
@@ -27,6 +28,9 @@ app = typer.Typer(
 def ls(
     address: Address,
     ring: Annotated[str, typer.Option(help="Only this one's.", show_default="all rings'")] = "",
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    client_cert: ClientCert = None,
     as_json: Json = False,
 ) -> None:
     """Shows each node: a block of rows that every prompt with the same beginning can take up."""
@@ -34,7 +38,8 @@ def ls(
     async def listed(client: Client) -> list[Any]:
         return [node async for node in client.nodes(ring)]
 
-    nodes = ask(address, listed)
+    server = ServerAddress(address, api_key, tls_ca, client_cert)
+    nodes = ask(server, listed)
     if as_json:
         typer.echo(json.dumps({"nodes": [_facts(node) for node in nodes]}))
         return
@@ -62,22 +67,31 @@ def pin(
             "of a system message and tools alone, what each such chat begins with.",
         ),
     ] = None,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    client_cert: ClientCert = None,
 ) -> None:
     """Keeps the rows of a prompt's beginning, on each ring that has computed them, until they are dropped."""
     try:
         prompt = _prompt(text, file, chat)
     except InvalidSetting as error:
         raise typer.Exit(fail(error)) from None
-    pinned = ask(address, lambda client: client.pin_prefix(prompt))
+    server = ServerAddress(address, api_key, tls_ca, client_cert)
+    pinned = ask(server, lambda client: client.pin_prefix(prompt))
     typer.echo(f"pinned {pinned.tokens} tokens on {', '.join(pinned.rings)}")
 
 
 @app.command()
 def drop(
-    address: Address, node: Annotated[str, typer.Argument(help="As `cache ls` shows it.")]
+    address: Address,
+    node: Annotated[str, typer.Argument(help="As `cache ls` shows it.")],
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    client_cert: ClientCert = None,
 ) -> None:
     """Drops a node and all that go on from it, pinned or not, on every ring."""
-    if not ask(address, lambda client: client.drop_node(node)):
+    server = ServerAddress(address, api_key, tls_ca, client_cert)
+    if not ask(server, lambda client: client.drop_node(node)):
         typer.echo(f"error: no ring has a node {node}", err=True)
         raise typer.Exit(1)
     typer.echo(f"dropped {node}")

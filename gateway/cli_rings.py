@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.asking import Address, ask
+from gateway.asking import Address, ApiKey, ClientCert, TlsCa, ask
 from gateway.flags import Json
+from gateway.server_address import ServerAddress
 
 app = typer.Typer(
     help="Lists, adds and drains the rings of a running ringserve.", no_args_is_help=True
@@ -16,9 +17,16 @@ app = typer.Typer(
 
 
 @app.command()
-def ls(address: Address, as_json: Json = False) -> None:
+def ls(
+    address: Address,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    client_cert: ClientCert = None,
+    as_json: Json = False,
+) -> None:
     """Shows each ring's state and load, what its host memory holds, and why turns missed what their sessions had."""
-    rings = ask(address, lambda client: client.rings())
+    server = ServerAddress(address, api_key, tls_ca, client_cert)
+    rings = ask(server, lambda client: client.rings())
     if as_json:
         typer.echo(json.dumps({"rings": [_facts(ring) for ring in rings]}))
         return
@@ -27,17 +35,28 @@ def ls(address: Address, as_json: Json = False) -> None:
 
 
 @app.command()
-def add(address: Address) -> None:
+def add(
+    address: Address,
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    client_cert: ClientCert = None,
+) -> None:
     """Starts one more ring of the same model; returns when it takes turns. Ctrl-C ends what was started."""
-    typer.echo(ask(address, lambda client: client.add_ring()))
+    server = ServerAddress(address, api_key, tls_ca, client_cert)
+    typer.echo(ask(server, lambda client: client.add_ring()))
 
 
 @app.command()
 def drain(
-    address: Address, name: Annotated[str, typer.Argument(help="As `rings ls` shows it.")]
+    address: Address,
+    name: Annotated[str, typer.Argument(help="As `rings ls` shows it.")],
+    api_key: ApiKey = None,
+    tls_ca: TlsCa = None,
+    client_cert: ClientCert = None,
 ) -> None:
     """Lets a ring take no more turns; it ends with the last one that it has."""
-    jobs = ask(address, lambda client: client.drain_ring(name))
+    server = ServerAddress(address, api_key, tls_ca, client_cert)
+    jobs = ask(server, lambda client: client.drain_ring(name))
     typer.echo(f"{name} is draining, {jobs} turns to go")
 
 

@@ -19,6 +19,7 @@ from coordinator.requests import SessionId
 from gateway.pb import generation_pb2 as pb
 from gateway.pb.generation_pb2_grpc import GenerationServiceStub
 from gateway.rpc.client_convert import generate_request, put_prompt, turn_event
+from gateway.server_address import ClientTls, ServerAddress
 from gateway.turns import Prompt, TurnEvent, TurnRequest
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
@@ -73,10 +74,14 @@ class TurnStream:
 
 
 class Client:
-    """`async with Client("127.0.0.1:50051") as client`. The server is not contacted before the first call."""
+    """`async with Client("127.0.0.1:50051") as client`. The server is not contacted before the first call.
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    `tls` None: in plain text, the key too.
+    """
+
+    def __init__(self, address: str, *, api_key: str = "", tls: ClientTls | None = None) -> None:
+        self._channel = _channel(address, tls)
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Client:
@@ -93,38 +98,43 @@ class Client:
     def generate(self, turn: TurnRequest, *, request_id: str = "") -> TurnStream:
         """Raises AioRpcError from the stream. `turn.timeout_s` becomes the call's deadline."""
         message = generate_request(turn, request_id)
-        return TurnStream(self._stub.Generate(message, timeout=turn.timeout_s))
+        return TurnStream(
+            self._stub.Generate(message, timeout=turn.timeout_s, metadata=self._metadata)
+        )
+
+    async def _ask(self, method: Any, message: Any) -> Any:
+        return await method(message, metadata=self._metadata)
 
     async def count_tokens(self, prompt: Prompt) -> int:
         message = pb.CountTokensRequest()
         put_prompt(message, prompt)
-        answer: pb.CountTokensResponse = await self._stub.CountTokens(message)
+        answer: pb.CountTokensResponse = await self._ask(self._stub.CountTokens, message)
         return answer.prompt_tokens
 
     async def model(self) -> pb.GetModelResponse:
-        answer: pb.GetModelResponse = await self._stub.GetModel(pb.GetModelRequest())
+        answer: pb.GetModelResponse = await self._ask(self._stub.GetModel, pb.GetModelRequest())
         return answer
 
     async def rings(self) -> tuple[pb.RingStatus, ...]:
-        answer: pb.ListRingsResponse = await self._stub.ListRings(pb.ListRingsRequest())
+        answer: pb.ListRingsResponse = await self._ask(self._stub.ListRings, pb.ListRingsRequest())
         return tuple(answer.rings)
 
     async def add_ring(self) -> str:
         """The new ring's name, when it takes turns: that may be minutes. Leaving ends what was started."""
-        answer: pb.AddRingResponse = await self._stub.AddRing(pb.AddRingRequest())
+        answer: pb.AddRingResponse = await self._ask(self._stub.AddRing, pb.AddRingRequest())
         return answer.name
 
     async def drain_ring(self, name: str) -> int:
         """How many turns the ring still has; it ends with the last one."""
         message = pb.DrainRingRequest(name=name)
-        answer: pb.DrainRingResponse = await self._stub.DrainRing(message)
+        answer: pb.DrainRingResponse = await self._ask(self._stub.DrainRing, message)
         return answer.jobs
 
     async def nodes(self, ring: str = "") -> AsyncIterator[pb.Node]:
         """What the rings, or the one of that name, keep in host memory, page by page."""
         request = pb.ListNodesRequest(ring=ring)
         while True:
-            answer: pb.ListNodesResponse = await self._stub.ListNodes(request)
+            answer: pb.ListNodesResponse = await self._ask(self._stub.ListNodes, request)
             for node in answer.nodes:
                 yield node
             if not answer.next_page_token:
@@ -135,18 +145,33 @@ class Client:
         """Keeps what a prompt without its answer begins with, on each ring that holds its rows, until it is dropped."""
         message = pb.PinPrefixRequest()
         put_prompt(message, prompt)
-        answer: pb.PinPrefixResponse = await self._stub.PinPrefix(message)
+        answer: pb.PinPrefixResponse = await self._ask(self._stub.PinPrefix, message)
         return answer
 
     async def drop_node(self, node: str) -> bool:
         """By the id that `nodes` shows; False when no ring has it."""
-        answer: pb.DropNodeResponse = await self._stub.DropNode(pb.DropNodeRequest(id=node))
+        answer: pb.DropNodeResponse = await self._ask(
+            self._stub.DropNode, pb.DropNodeRequest(id=node)
+        )
         return answer.found
 
     async def close_session(self, session: SessionId) -> bool:
         message = pb.CloseSessionRequest(session_id=session)
-        answer: pb.CloseSessionResponse = await self._stub.CloseSession(message)
+        answer: pb.CloseSessionResponse = await self._ask(self._stub.CloseSession, message)
         return answer.closed
+
+
+def client_of(server: ServerAddress) -> Client:
+    """Raises InvalidSetting."""
+    return Client(server.host_port, api_key=server.key, tls=server.tls())
+
+
+def _channel(address: str, tls: ClientTls | None) -> Any:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    own = tls.cert_and_key
+    credentials = grpc.ssl_channel_credentials(tls.ca, private_key=own, certificate_chain=own)
+    return grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
 
 
 def error_info(error: grpc.aio.AioRpcError) -> ErrorInfo | None:

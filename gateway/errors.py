@@ -35,6 +35,7 @@ _GRPC_PATHS: Mapping[str, str] = MappingProxyType(
         "token_ids": "token_ids.ids",
         "max_new_tokens": "max_tokens",
         "prefix": "prompt",
+        "lark": "lark_grammar",
         **{spec.name: f"sampling.{spec.name}" for spec in fields(SamplingSpec)},
     }
 )
@@ -59,6 +60,12 @@ _INVALID = WireError(
 ERROR_TABLE: Mapping[type[BaseException], WireError] = MappingProxyType(
     {
         errors.RequestError: _INVALID,
+        errors.InvalidApiKey: WireError(
+            grpc.StatusCode.UNAUTHENTICATED, 401, "authentication_error", "authentication_error"
+        ),
+        errors.NotAnOperator: WireError(
+            grpc.StatusCode.PERMISSION_DENIED, 403, "permission_error", "permission_error"
+        ),
         errors.RequestTooLarge: WireError(
             grpc.StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error", "request_too_large"
         ),
@@ -68,9 +75,17 @@ ERROR_TABLE: Mapping[type[BaseException], WireError] = MappingProxyType(
         errors.QueueFull: WireError(
             grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_error"
         ),
+        errors.RateLimited: WireError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_error"
+        ),
         errors.RingUnavailable: WireError(
             grpc.StatusCode.UNAVAILABLE, 503, "server_error", "overloaded_error"
         ),
+        errors.TooManyViewers: WireError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "overloaded_error"
+        ),
+        # As far as we know: what a grammar asks for may be more than its limits allow.
+        errors.ConstraintFailed: _INVALID,
         errors.StageLost: WireError(grpc.StatusCode.ABORTED, 500, "server_error", "api_error"),
         errors.DeadlineExceeded: WireError(
             grpc.StatusCode.DEADLINE_EXCEEDED, 504, "server_error", "api_error"
@@ -141,7 +156,9 @@ def _facts(error: BaseException) -> dict[str, str]:
             return {"wanted": error.wanted, "available": error.available}
         case errors.QueueFull():
             return {"waiting": str(error.waiting)}
-        case errors.RingUnavailable() | errors.StageLost():
+        case errors.RateLimited():
+            return {"limit": str(error.limit), "what": error.what}
+        case errors.RingUnavailable() | errors.StageLost() | errors.ConstraintFailed():
             return {"why": error.reason}
     return {}
 

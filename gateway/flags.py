@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gateway.observe_settings import LogFormat, LogLevel
 from gateway.settings import KV_DISK_BYTES, Device, Dtype, Numerics, RingKind
 from gateway.sizes import parse_size
 
@@ -130,15 +131,118 @@ GrpcPort = Annotated[
 Insecure = Annotated[
     bool,
     typer.Option(
-        "--insecure", envvar="RINGSERVE_INSECURE", help="Allow a host that others can reach."
+        "--insecure",
+        envvar="RINGSERVE_INSECURE",
+        help="Allow a host that others can reach, without keys or client certificates.",
+    ),
+]
+ApiKeys = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar="RINGSERVE_API_KEY",
+        metavar="KEY[,KEY]",
+        help="Keys, one of which clients must show: each is KEY or NAME KEY. Others on this machine can read a "
+        "command line: rather use the variable or --api-key-file.",
+        show_default="no key is asked for",
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="RINGSERVE_API_KEY_FILE",
+        dir_okay=False,
+        help="A file of such keys, one a line.",
+    ),
+]
+Operators = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RINGSERVE_OPERATORS",
+        metavar="NAME[,NAME]",
+        help="The keys that may add and drain rings, and list, pin and drop what they keep.",
+        show_default="every key",
+    ),
+]
+IsolateKeys = Annotated[
+    bool,
+    typer.Option(
+        "--isolate-keys",
+        envvar="RINGSERVE_ISOLATE_KEYS",
+        help="Never reuse what was computed for one key for another.",
+    ),
+]
+KeyMaxJobs = Annotated[
+    int | None,
+    typer.Option(
+        envvar="RINGSERVE_KEY_MAX_JOBS",
+        help="Turns that each key may have at once.",
+        show_default="no limit",
+    ),
+]
+KeyTokensPerMinute = Annotated[
+    int | None,
+    typer.Option(
+        envvar="RINGSERVE_KEY_TOKENS_PER_MINUTE",
+        help="Tokens that each key may use in a minute.",
+        show_default="no limit",
+    ),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="RINGSERVE_TLS_CERT",
+        dir_okay=False,
+        help="The certificate of both ports, with its chain, as PEM.",
+        show_default="no TLS",
+    ),
+]
+TlsKey = Annotated[
+    Path | None,
+    typer.Option(envvar="RINGSERVE_TLS_KEY", dir_okay=False, help="The certificate's key, as PEM."),
+]
+TlsClientCa = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="RINGSERVE_TLS_CLIENT_CA",
+        dir_okay=False,
+        help="Only clients with a certificate of this authority may connect (PEM).",
     ),
 ]
 DrainS = Annotated[
     float,
     typer.Option(envvar="RINGSERVE_DRAIN_S", help="Seconds that running turns get at the end."),
 ]
+MetricsPrefix = Annotated[
+    str,
+    typer.Option(
+        envvar="RINGSERVE_METRICS_PREFIX",
+        help="In front of every metric's name; vllm: makes dashboards and autoscalers for vLLM work.",
+    ),
+]
+LogFormatFlag = Annotated[
+    LogFormat,
+    typer.Option("--log-format", envvar="RINGSERVE_LOG_FORMAT", help="json: an object a line."),
+]
+LogLevelFlag = Annotated[
+    LogLevel | None,
+    typer.Option(
+        "--log-level",
+        envvar="RINGSERVE_LOG_LEVEL",
+        help="info logs a line for each turn, without its text.",
+        show_default="warning; info with --log-format json or -v",
+    ),
+]
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RINGSERVE_OTLP_ENDPOINT",
+        help="An OpenTelemetry collector for traces: http://HOST:4317, by gRPC.",
+        show_default="what OTEL_EXPORTER_OTLP_ENDPOINT says, else none",
+    ),
+]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", envvar="RINGSERVE_VERBOSE", help="Log to stderr.")
+    bool, typer.Option("--verbose", "-v", envvar="RINGSERVE_VERBOSE", help="As --log-level info.")
 ]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object as the last line of the output.")

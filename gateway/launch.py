@@ -23,14 +23,20 @@ from coordinator.router import Router
 from gateway.chat.tokenizer import ChatTokenizer
 from gateway.drafting import open_drafters
 from gateway.fronts import together
+from gateway.guard import open_guard
 from gateway.http.server import serve_http
+from gateway.loading import LoadRecord
 from gateway.models import find_model
+from gateway.observing import open_observing
 from gateway.progress import ProgressBoard
+from gateway.quotas import Quotas
 from gateway.ray_address import check_ray
+from gateway.recent_turns import RecentTurns
 from gateway.rings import RingSet
 from gateway.rpc.server import serve_grpc
 from gateway.service import GenerationService
 from gateway.settings import Device, Dtype, RingKind, ServeSettings
+from gateway.sights import Sights
 
 if TYPE_CHECKING:
     from stage.config import RingConfig
@@ -77,25 +83,37 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
 
     gRPC answers from the beginning, so that health tells loading from dead.
     """
+    guard = open_guard(settings.safety)
     async with AsyncExitStack() as stack:
         drafters = await stack.enter_async_context(
             open_drafters(settings, partial(_device_and_dtype, settings), board)
         )
         model = await asyncio.to_thread(_open_model, settings, board)
-        clock = SystemClock()
+        clock, recent = SystemClock(), RecentTurns()
+        observing = await stack.enter_async_context(
+            open_observing(settings.observe, model.name, recent.digest)
+        )
+        metrics = observing.metrics
 
         def make_driver(name: str) -> RingDriver:
-            return RingDriver(name, model.make_ring(name), settings.scheduler, clock, drafters)
+            ring, watching = model.make_ring(name), (metrics.rings,)
+            return RingDriver(name, ring, settings.scheduler, clock, drafters, watching)
 
         router = Router((), settings.scheduler.session_limit)
-        rings = RingSet(router, make_driver, board.sink, model.check_room)
+        metrics.look_at(router, clock, settings.scheduler.node_rows)
+        sights = Sights(recent, LoadRecord(board), metrics)
+        rings = RingSet(router, make_driver, sights.loading.sink, model.check_room)
         rng = random.SystemRandom()
-        service = GenerationService(model.name, router, model.tokenizer, clock, rng)
+        watching = (recent, *observing.turns)
+        quotas = Quotas(settings.safety.limits, clock) if settings.safety.has_keys else None
+        service = GenerationService(
+            model.name, router, model.tokenizer, clock, rng, watching, quotas
+        )
         stack.push_async_callback(rings.stop)
         rings.announce(settings.rings)
         fronts = (
-            serve_grpc(service, settings.grpc, rings),
-            serve_http(service, settings.http),
+            serve_grpc(service, settings.grpc, rings, guard),
+            serve_http(service, settings.http, sights, guard),
         )
         addresses = await stack.enter_async_context(together(*fronts))
         await rings.start()

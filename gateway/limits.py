@@ -66,9 +66,9 @@ def check_counts(messages: int, tools: int, calls: int) -> None:
 
 def _letters(prompt: Prompt) -> int:
     match prompt:
-        case ChatPrompt(messages, tools, args):
+        case ChatPrompt(messages, tools, args, begun):
             said = sum(map(_message_letters, messages)) + sum(map(_tool_letters, tools))
-            return said + len(str(args))
+            return said + len(str(args)) + len(begun)
         case TextPrompt(text):
             return len(text)
         case TokenPrompt(ids):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
-from gateway.turns import TurnEvent, TurnRequest
+from coordinator.errors import Cancelled, RingserveError
+from gateway.turns import TurnEvent, TurnFinished, TurnRequest
+
+ABORT = "abort"  # the client left, or its session was closed; vLLM's word
 
 
 class TurnWatch(Protocol):
@@ -37,3 +42,26 @@ class Watches:
     def ended(self, error: BaseException | None, at_s: float) -> None:
         for watch in self._watches:
             watch.ended(error, at_s)
+
+
+@contextmanager
+def watching(
+    observers: Sequence[TurnObserver], turn: TurnRequest, now: Callable[[], float]
+) -> Iterator[Watches]:
+    """The turn runs inside; however it ends, its watches are told."""
+    watches = Watches([each.opened(turn, now()) for each in observers])
+    try:
+        yield watches
+    except BaseException as error:
+        watches.ended(error, now())
+        raise
+    watches.ended(None, now())
+
+
+def outcome(finished: TurnFinished | None, error: BaseException | None) -> str:
+    """How a turn ended, in one of a few words: stop, length, abort or an error's code."""
+    if finished is not None:
+        return finished.reason.value
+    if isinstance(error, GeneratorExit | asyncio.CancelledError | Cancelled):
+        return ABORT
+    return error.code if isinstance(error, RingserveError) else RingserveError.code

@@ -24,6 +24,7 @@ from gateway.settings import ServeSettings
 INTERRUPTED = 130
 # What ending the rings may take when someone wants the process gone.
 _LONGEST_STOP_S = 5.0
+_NO_TLS = "warning: no --tls-cert: keys, prompts and answers can be read on their way"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -44,6 +45,8 @@ async def _serve(settings: ServeSettings) -> None:
             with open_board(shown) as board:
                 running = await stack.enter_async_context(launch(settings, board))
             interrupts.drain_from_now()
+            if settings.is_readable_by_others:
+                shown.print(_NO_TLS, style="yellow", highlight=False)
             told.print(ready_line(running, settings), markup=False, highlight=False)
             await interrupts.asked()
             shown.print(draining_line(running.service.open_turns), highlight=False)
@@ -57,11 +60,11 @@ def draining_line(turns: int) -> str:
 
 def ready_line(running: Running, settings: ServeSettings) -> str:
     """One line with all that a client or an operator needs to know."""
-    info = running.info
+    info, tls = running.info, settings.safety.tls is not None
     rings = "ring" if settings.rings == 1 else "rings"
     parts = [
-        f"ready: grpc {running.grpc_address}",
-        f"http http://{running.http_address}/v1",
+        f"ready: grpc {'grpcs://' if tls else ''}{running.grpc_address}",
+        f"http {'https' if tls else 'http'}://{running.http_address}/v1",
         f"model {running.service.name}",
         f"{settings.rings} {settings.ring} {rings} of {info.stages} stages on {info.devices[0]}",
         f"{info.lanes} lanes x {info.max_rows} rows",

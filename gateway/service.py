@@ -20,10 +20,10 @@ from coordinator.driver import RingStatus
 from coordinator.errors import DeadlineExceeded, InvalidValue, ModelNotFound, QueueFull
 from coordinator.foresight import Wish
 from coordinator.frames import NodeId
+from coordinator.lanes import LaneStatus
 from coordinator.requests import (
     UNLIMITED,
     Finished,
-    FinishReason,
     JobEvent,
     Request,
     SamplingSpec,
@@ -33,21 +33,24 @@ from coordinator.requests import (
 )
 from coordinator.ring import RingInfo
 from coordinator.router import RingNode, Router
-from coordinator.sessions import History, splice
+from coordinator.sessions import History, gone_on, splice
 from gateway.answer import Answer
-from gateway.chat.parts import PlainParser
+from gateway.chat.grammar import Grammars
+from gateway.chat.messages import Message
 from gateway.chat.tokenizer import ChatTokenizer, RenderedPrompt
+from gateway.forms import answer_grammar, answer_parser
 from gateway.limits import check_prompt, check_size, check_turn
+from gateway.metering import metered
 from gateway.next_turn import next_wish
-from gateway.observers import TurnObserver, Watches
+from gateway.observers import TurnObserver, watching
 from gateway.open_turns import OpenTurn, OpenTurns
+from gateway.quotas import Quotas
 from gateway.turns import (
     ChatPrompt,
     Prompt,
     TextPrompt,
     TokenPrompt,
     TurnEvent,
-    TurnFinished,
     TurnRequest,
     TurnStarted,
 )
@@ -90,6 +93,7 @@ class GenerationService:
         clock: Clock,
         rng: random.Random,
         observers: Sequence[TurnObserver] = (),
+        quotas: Quotas | None = None,
     ) -> None:
         self.name = name
         self._router = router
@@ -97,7 +101,9 @@ class GenerationService:
         self._clock = clock
         self._rng = rng
         self._observers = tuple(observers)
+        self._quotas = quotas
         self._workers = Workers()
+        self._grammars = Grammars(tokenizer)
         self._turns = OpenTurns()
 
     def info(self) -> RingInfo:
@@ -106,6 +112,10 @@ class GenerationService:
 
     def rings(self) -> tuple[RingStatus, ...]:
         return self._router.rings()
+
+    def lanes(self, ring: str, most: int) -> tuple[LaneStatus, ...]:
+        """A ring's lanes; where there are more than `most`, those used last."""
+        return self._router.lanes(ring, most)
 
     @property
     def open_turns(self) -> int:
@@ -141,8 +151,10 @@ class GenerationService:
 
     def _count(self, prompt: Prompt) -> int:
         match prompt:
-            case ChatPrompt(messages, tools, args):
-                only = self._tokenizer.render(messages, tools, args, with_boundaries=False)
+            case ChatPrompt(messages, tools, args, begun):
+                only = self._tokenizer.render(
+                    messages, tools, args, with_boundaries=False, begun=begun
+                )
                 return len(only.token_ids)
             case TextPrompt(text):
                 return len(self._tokenizer.encode_prompt(text))
@@ -158,14 +170,14 @@ class GenerationService:
         """Drops it, and what goes on from it, on every ring; False when none has it."""
         return self._router.drop_node(node)
 
-    async def pin_prefix(self, prompt: Prompt, model: str = "") -> PinnedPrefix:
+    async def pin_prefix(self, prompt: Prompt, model: str = "", tenant: str = "") -> PinnedPrefix:
         """Keeps the rows of what prompts begin with until they are dropped. Raises RequestError and BusyError."""
         self._check_model(model)
         check_size(prompt, self.info().max_rows)
         ids = await self._workers.run(partial(self._prefix, prompt))
         if not ids:
             raise InvalidValue("prompt", "has no tokens that all such prompts begin with")
-        return PinnedPrefix(len(ids), self._router.pin(ids))
+        return PinnedPrefix(len(ids), self._router.pin(ids, tenant))
 
     def _prefix(self, prompt: Prompt) -> tuple[int, ...]:
         match prompt:
@@ -191,22 +203,18 @@ class GenerationService:
         Close the generator to cancel the turn (contextlib.aclosing): what was generated until then is remembered.
         """
         now = self._clock.now
-        watch = Watches([each.opened(turn, now()) for each in self._observers])
-        try:
+        with watching(self._observers, turn, now) as watch, metered(self._quotas, turn) as meter:
             async with aclosing(self._generated(turn)) as events:
                 async for event in events:
+                    meter.told(event)
                     watch.told(event, now())
                     yield event
-        except BaseException as error:
-            watch.ended(error, now())
-            raise
-        watch.ended(None, now())
 
     async def _generated(self, turn: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         last: tuple[TurnEvent, ...] = ()
         with self._turns.opened(turn.session) as open_turn:
             job = await self._prepared(turn, open_turn)
-            parser = None if turn.form is None else PlainParser()
+            parser = answer_parser(self._tokenizer.answers, turn, job.prompt, self._rng)
             answer = Answer(self._tokenizer, turn.stop, job.request.stop_tokens, parser)
             async with self._router.submit(job.request) as stream:
                 with self._remembering(job, answer, open_turn):
@@ -219,7 +227,7 @@ class GenerationService:
                         for each in told:
                             yield each
                         if isinstance(answer.matched, str):
-                            last = (_stopped(stream.finish_now(), answer),)
+                            last = _stopped(stream.finish_now(), answer)
                             break
             for each in last:
                 yield each
@@ -237,6 +245,11 @@ class GenerationService:
         check_turn(turn)
         history = self._router.history(turn.session) if turn.session else None
         prompt = await self._read(turn.prompt, history, open_turn)
+        constraint = None
+        grammar = answer_grammar(self._tokenizer.answers, turn, prompt)
+        if grammar is not None:
+            compiling = partial(self._grammars.constraint, grammar)
+            constraint = await open_turn.read(self._workers.run(compiling))
         request = Request(
             prompt=prompt.token_ids,
             sampling=self._sampling(turn),
@@ -248,6 +261,8 @@ class GenerationService:
             reuse=turn.reuse,
             draft=turn.draft,
             priority=turn.priority,
+            constraint=constraint,
+            tenant=turn.tenant,
             deadline_s=None if turn.timeout_s is None else submitted_s + turn.timeout_s,
         )
         return _Turn(turn.prompt, prompt, request)
@@ -267,8 +282,8 @@ class GenerationService:
 
     def _reading(self, prompt: Prompt, history: History | None) -> RenderedPrompt:
         match prompt:
-            case ChatPrompt(messages, tools, args):
-                return self._tokenizer.render(messages, tools, args, history)
+            case ChatPrompt(messages, tools, args, begun):
+                return self._tokenizer.render(messages, tools, args, history, begun=begun)
             case TextPrompt(text):
                 return RenderedPrompt(text, self._encode(text, history))
             case TokenPrompt(ids):
@@ -276,11 +291,12 @@ class GenerationService:
 
     def _encode(self, text: str, history: History | None) -> tuple[int, ...]:
         cold = self._tokenizer.encode_prompt(text)
-        if history is None or not text.startswith(history.text):
+        begun = gone_on(history, text)
+        if begun is None:
             return cold
         warm = splice(history, text, self._tokenizer.encode, self._tokenizer.is_special)
         # Without a clean seam splice() encodes anew, and knows nothing of what encode_prompt puts in front.
-        return warm if warm[: len(history.token_ids)] == history.token_ids else cold
+        return warm if warm[: len(begun.token_ids)] == begun.token_ids else cold
 
     def _check_ids(self, field: str, ids: Iterable[int]) -> None:
         vocab_size = self.info().vocab_size
@@ -309,12 +325,10 @@ class GenerationService:
             case Finished():
                 if rest := answer.flush():
                     yield rest
-                matched = answer.matched
-                reason = event.reason if matched is None else FinishReason.STOP
-                yield TurnFinished(reason, matched, event.usage, event.timings)
+                yield answer.finished(event)
 
     def _started(self, event: Started, job: _Turn) -> TurnStarted:
-        miss = None if event.miss is None else as_sent(event.miss, job.prompt.shift)
+        miss = None if event.miss is None else as_sent(event.miss, job.prompt.origins)
         at = None if miss is None else miss.token_index
         return TurnStarted(
             prompt_tokens=event.prompt_tokens,
@@ -343,9 +357,9 @@ class GenerationService:
         history = History(job.prompt.text + text, job.request.prompt + ids)
         self._router.remember(job.request.session, history)
         if answer.is_shown_whole:
-            self._foresee(job, answer.shown, history)
+            self._foresee(job, answer.message, history)
 
-    def _foresee(self, job: _Turn, said: str, history: History) -> None:
+    def _foresee(self, job: _Turn, said: Message, history: History) -> None:
         """Off the event loop; what cannot be known in time is computed when it is asked for."""
         session, source = job.request.session, job.source
         if session is None or not isinstance(source, ChatPrompt):
@@ -359,6 +373,7 @@ class GenerationService:
                 said,
                 history,
                 remade=self._router.remakes_rows(session),
+                tenant=job.request.tenant,
             )
             self._workers.run(asking).add_done_callback(self._foreseen)
 
@@ -370,7 +385,9 @@ class GenerationService:
             self._router.foresee(wish)
 
 
-def _stopped(done: Finished, answer: Answer) -> TurnFinished:
+def _stopped(done: Finished, answer: Answer) -> tuple[TurnEvent, ...]:
     """The end at a stop string; the coordinator may have decided on tokens behind it."""
+    rest = answer.flush()
     usage = replace(done.usage, generated_tokens=len(answer.token_ids))
-    return TurnFinished(FinishReason.STOP, answer.matched, usage, done.timings)
+    finished = answer.finished(replace(done, usage=usage))
+    return (finished,) if rest is None else (rest, finished)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from coordinator.config import SchedulerSettings
 from coordinator.errors import InvalidSetting
+from gateway.observe_settings import ObserveSettings
+from gateway.safety import SafetySettings
 
 KV_DISK_BYTES = 16 * 2**30
 
@@ -49,7 +51,8 @@ class GrpcSettings:
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
-    insecure: bool = False  # allows a host that others can reach: there are no keys and no TLS yet
+    guarded: bool = False  # strangers are kept out: SafetySettings.keeps_strangers_out
+    insecure: bool = False  # allows a host that others can reach all the same
     reflection: bool = True
     max_message_bytes: int = 16 * 2**20
     # Seconds that running turns get to end when the server stops.
@@ -73,10 +76,13 @@ class HttpSettings:
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
-    insecure: bool = False  # as in GrpcSettings
+    guarded: bool = False  # as in GrpcSettings
+    insecure: bool = False
     max_body_bytes: int = 16 * 2**20
     # Seconds that running requests get to end when the server stops.
     drain_s: float = 30.0
+    # More are answered with 503. A process often may have no more than 1,024 open files, and Ray wants some.
+    max_connections: int = 800
     # Seconds from a request's first byte to its last: 16 MiB at 1 Mbit/s take 134.
     request_s: float = 180.0
     # Seconds that an answer may lie unread once its connection's buffers are full.
@@ -84,6 +90,10 @@ class HttpSettings:
 
     def __post_init__(self) -> None:
         _check_listening(self, "http_port")
+        if self.max_connections < 1:
+            raise InvalidSetting(
+                "max_connections", f"must be at least 1, got {self.max_connections}"
+            )
         for name in ("request_s", "unread_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -115,6 +125,8 @@ class ServeSettings:
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
+    safety: SafetySettings = field(default_factory=SafetySettings)
+    observe: ObserveSettings = field(default_factory=ObserveSettings)
 
     def __post_init__(self) -> None:
         for name, most in (("stages", 1024), ("rings", 1024), ("lanes", 65536)):
@@ -134,7 +146,15 @@ class ServeSettings:
                 "ray_address",
                 f"must be HOST:PORT as for ray start --address, got {self.ray_address!r}",
             )
+        if (self.grpc.guarded or self.http.guarded) and not self.safety.keeps_strangers_out:
+            raise InvalidSetting("host", "no key and no authority of clients keeps strangers out")
         self._check_store()
+
+    @property
+    def is_readable_by_others(self) -> bool:
+        """What clients send and get crosses a network, and nothing hides it there."""
+        hosts = (self.grpc.host, self.http.host)
+        return self.safety.tls is None and not all(map(_is_loopback, hosts))
 
     def _check_store(self) -> None:
         if self.kv_host_bytes is not None and self.kv_host_bytes < 0:
@@ -153,10 +173,12 @@ def _check_listening(settings: GrpcSettings | HttpSettings, port: str) -> None:
         raise InvalidSetting(port, f"must be between 0 and 65535, got {settings.port}")
     if not (math.isfinite(settings.drain_s) and settings.drain_s >= 0):
         raise InvalidSetting("drain_s", f"must not be negative, got {settings.drain_s}")
-    if not (settings.insecure or _is_loopback(settings.host)):
-        raise InvalidSetting(
-            "host", f"{settings.host} can be reached by others; say --insecure to allow it"
+    if not (settings.guarded or settings.insecure or _is_loopback(settings.host)):
+        told = (
+            f"{settings.host} can be reached by others; give --api-key-file or --tls-client-ca, "
+            "or say --insecure to serve everybody"
         )
+        raise InvalidSetting("host", told)
 
 
 def _is_ray_address(address: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from coordinator.requests import (
     FinishReason,
@@ -26,6 +27,7 @@ class ChatPrompt:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     template_args: Mapping[str, object] = field(default_factory=dict)
+    begun: str = ""  # what the answer begins with already: the model goes on from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,22 @@ class TokenPrompt:
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"  # any object; the text is not looked at
+    REGEX = "regex"  # in Rust's syntax
+    LARK = "lark"  # in llguidance's dialect; may name the model's special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What the whole answer must look like. It ends with one of the model's own end tokens."""
+
+    kind: GrammarKind
+    text: str = ""
+    field: str = ""  # of the request, where it came from; empty: named like the kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +76,12 @@ class TurnRequest:
     draft: bool = True
     timeout_s: float | None = None
     priority: int = 0  # a step up is twice the share of the queue
+    grammar: GrammarSpec | None = None
     form: AnswerForm | None = None  # None: the answer stays the text that was generated
+    caller: str = ""  # the name of the key that was shown; empty: none was asked for
+    tenant: str = ""  # as in coordinator.requests.Request; Caller.tenant where keys are isolated
+    request_id: str = ""  # for whoever watches: the client's or one that its front made
+    traceparent: str = ""  # W3C's: the client's span
 
     @property
     def given_seed(self) -> int | None:

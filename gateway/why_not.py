@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.requests import Miss
+from gateway.chat.folding import OURS
 from gateway.chat.tokenizer import ChatTokenizer
 from gateway.turns import Excerpt
 
@@ -25,12 +26,13 @@ def excerpt(tokenizer: ChatTokenizer, ids: Sequence[int], at: int) -> Excerpt:
     return Excerpt(before[-_LONGEST_SIDE:], after[:_LONGEST_SIDE])
 
 
-def as_sent(miss: Miss, shift: int) -> Miss:
+def as_sent(miss: Miss, origins: Sequence[int]) -> Miss:
     """The message's index among those that the client sent; None where it sent none, as for the tools' text.
 
-    `shift` is RenderedPrompt's. A system prompt that went into the first user message is told as the system prompt.
+    `origins` are RenderedPrompt's. What went into another message is told as the first that is in there.
     """
     index = miss.message_index
-    if not index:
-        return replace(miss, message_index=None) if index == 0 and shift > 0 else miss
-    return replace(miss, message_index=index - shift)
+    if index is None or index >= len(origins):
+        return miss
+    origin = origins[index]
+    return replace(miss, message_index=None if origin == OURS else origin)

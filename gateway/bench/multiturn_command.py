@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -24,20 +24,21 @@ from gateway.bench.plots import Phase, TtftCurves, check_plotting, plot_multitur
 from gateway.bench.watch import Sample, Watch, watching
 from gateway.bench.workload import Load
 from gateway.chat.tokenizer import load_tokenizer
-from gateway.client import Client
+from gateway.client import Client, client_of
 from gateway.launch import launch
 from gateway.models import find_model
 from gateway.progress import ProgressBoard, open_board
+from gateway.server_address import ServerAddress
 from gateway.settings import ServeSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Neither address nor url: a ring of our own, by the settings."""
+    """Neither server nor url: a ring of our own, by the settings."""
 
-    address: str | None = None
+    server: ServerAddress | None = None
     openai_url: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)  # of the url
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class MultiturnOptions:
         for name in ("sessions", "turns", "answer_tokens"):
             if getattr(load, name) < 1:
                 raise InvalidSetting(name, f"must be at least 1, got {getattr(load, name)}")
-        if self.target.address and self.target.openai_url:
+        if self.target.server and self.target.openai_url:
             raise InvalidSetting("address", "and --openai exclude each other")
         if self.baseline and self.target.openai_url:
             raise InvalidSetting(
@@ -146,7 +147,7 @@ async def _run_ours(
 async def _opened(
     settings: ServeSettings, target: Target, board: ProgressBoard
 ) -> AsyncIterator[_Opened]:
-    if target.address is None:
+    if target.server is None:
         async with launch(settings, board) as running, Client(running.grpc_address) as client:
             endpoint = GrpcEndpoint(client, running.tokenizer)
             lanes = settings.lanes * settings.rings
@@ -154,10 +155,12 @@ async def _opened(
         return
     folder = await asyncio.to_thread(find_model, settings.model, board.note)
     tokenizer = await asyncio.to_thread(load_tokenizer, folder.path)
-    async with Client(target.address) as client:
+    async with client_of(target.server) as client:
         served, rings = await client.model(), await client.rings()
         if served.vocab_size < tokenizer.vocab_size:
-            raise SetupError(f"{target.address} serves {served.name}, which is not {folder.name}")
+            raise SetupError(
+                f"{target.server.address} serves {served.name}, which is not {folder.name}"
+            )
         lanes = served.lanes * len(rings)
         yield _Opened(GrpcEndpoint(client, tokenizer), client, folder.path, served.stages, lanes)
 

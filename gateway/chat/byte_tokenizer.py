@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from coordinator.errors import InvalidValue
 from gateway.chat.boundaries import AddedTokens
 from gateway.chat.detokenize import ByteDetokenizer, Detokenizer, TokenBytes
+from gateway.chat.parsing.formats import AnswerFormat, CallFrame
+from gateway.chat.parsing.tagged import THINK, TOOL_CALL
 from gateway.chat.templates import ChatRenderer, RenderedPrompt
 
 if TYPE_CHECKING:
@@ -47,6 +49,14 @@ class ByteTokenizer:
     def stop_token_ids(self) -> frozenset[int]:
         return frozenset({END})
 
+    @property
+    def token_bytes(self) -> TokenBytes:
+        return _TABLE
+
+    @property
+    def answers(self) -> AnswerFormat:
+        return AnswerFormat(THINK, TOOL_CALL, CallFrame(), specials=_SPECIALS)
+
     def is_special(self, token_id: int) -> bool:
         return token_id in (START, END)
 
@@ -77,9 +87,15 @@ class ByteTokenizer:
         history: History | None = None,
         *,
         with_boundaries: bool = True,
+        begun: str = "",
     ) -> RenderedPrompt:
         return self._renderer.render(
-            messages, tools, template_args or {}, history, with_boundaries=with_boundaries
+            messages,
+            tools,
+            template_args or {},
+            history,
+            with_boundaries=with_boundaries,
+            begun=begun,
         )
 
     def prefix(

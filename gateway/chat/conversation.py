@@ -2,19 +2,30 @@
 
 It decides how tools, calls and results are worded for a template that ignores them: in the `<tools>`,
 `<tool_call>` and `<tool_response>` form that Hermes and Qwen made common. Each message is converted by itself
-(only the tools go into the first one), so a longer conversation's messages begin with a shorter one's.
+(only the tools go into the first one), so a longer conversation's messages begin with a shorter one's; where
+they go is folding.py's business.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.errors import InvalidValue
+from gateway.chat.folding import Abilities, TemplateDict, Turned, folded, joined
 from gateway.chat.messages import JsonObject, Message, Tool, ToolCall
 
-TemplateDict = dict[str, object]  # what templates read: OpenAI's wire shape
+__all__ = [
+    "Abilities",
+    "Conversation",
+    "TemplateDict",
+    "conversation",
+    "template_tools",
+    "tools_text",
+]
 
 _ROLES = {
     "system": "system",
@@ -24,6 +35,7 @@ _ROLES = {
     "tool": "tool",
 }
 
+_SHORT_ID = re.compile(r"[0-9A-Za-z]{9}")
 _NO_PARAMETERS: TemplateDict = {"type": "object", "properties": {}}
 
 _TOOLS_TEXT = """# Tools
@@ -42,19 +54,12 @@ For each function call, return a json object with function name and arguments wi
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
-    """What a template renders by itself; the rest is written into the messages' text."""
-
-    system: bool
-    tools: bool
-    calls: bool  # assistant messages' tool calls, and tool messages
-    late_system: bool = True  # system messages behind the first message, as agents send them
-
-
-@dataclass(frozen=True, slots=True)
 class Conversation:
+    """`origins`: for each message, the first of the client's that it holds; OURS where it holds none."""
+
     messages: tuple[TemplateDict, ...]
     tools: tuple[TemplateDict, ...] = ()  # only those that the template renders by itself
+    origins: tuple[int, ...] = ()
 
 
 def conversation(
@@ -63,18 +68,14 @@ def conversation(
     """Raises InvalidValue of a path that begins with messages or tools."""
     if not messages:
         raise InvalidValue("messages", "there are no messages")
-    turned = [_message(i, message, abilities) for i, message in enumerate(messages)]
-    described = tuple(_tool(i, tool) for i, tool in enumerate(tools))
+    turned = [Turned(_message(i, message, abilities), i) for i, message in enumerate(messages)]
+    described = template_tools(tools)
     if described and not abilities.tools:
         turned = _with_system_text(turned, tools_text(described))
         described = ()
-    if not abilities.late_system:
-        # Where it stands: moved to the front it would change what every turn begins with.
-        later = ({**m, "role": "user"} if m["role"] == "system" else m for m in turned[1:])
-        turned = [turned[0], *later]
-    if not abilities.system:
-        turned = _system_in_first_user_message(turned)
-    return Conversation(tuple(turned), described)
+    turned = folded(turned, abilities)
+    origins = tuple(each.origin for each in turned)
+    return Conversation(tuple(each.message for each in turned), described, origins)
 
 
 def _message(index: int, message: Message, abilities: Abilities) -> TemplateDict:
@@ -86,23 +87,41 @@ def _message(index: int, message: Message, abilities: Abilities) -> TemplateDict
         return {"role": "user", "content": text}
     if message.tool_calls and not abilities.calls:
         parts = [message.content or "", *(_call_text(call) for call in message.tool_calls)]
-        return {"role": role, "content": "\n".join(part for part in parts if part)}
+        return {
+            "role": role,
+            "content": "\n".join(part for part in parts if part),
+            **_thoughts(message, abilities),
+        }
     # A missing content would be printed as "None" by some templates: it is always a string.
-    turned: TemplateDict = {"role": role, "content": message.content or ""}
+    turned: TemplateDict = {
+        "role": role,
+        "content": message.content or "",
+        **_thoughts(message, abilities),
+    }
     if message.name is not None:
         turned["name"] = message.name
     if message.tool_call_id is not None:
-        turned["tool_call_id"] = message.tool_call_id
+        turned["tool_call_id"] = _call_id(message.tool_call_id, abilities)
     if message.tool_calls:
-        turned["tool_calls"] = [_call(call) for call in message.tool_calls]
+        turned["tool_calls"] = [_call(call, abilities) for call in message.tool_calls]
     return turned
 
 
-def _call(call: ToolCall) -> TemplateDict:
+def _thoughts(message: Message, abilities: Abilities) -> TemplateDict:
+    return {abilities.thoughts: message.reasoning} if message.reasoning else {}
+
+
+def _call_id(given: str, abilities: Abilities) -> str:
+    if abilities.long_ids or _SHORT_ID.fullmatch(given):
+        return given
+    return hashlib.blake2b(given.encode(), digest_size=8).hexdigest()[:9]
+
+
+def _call(call: ToolCall, abilities: Abilities) -> TemplateDict:
     function: TemplateDict = {"name": call.name, "arguments": _arguments(call)}
     turned: TemplateDict = {"type": "function", "function": function}
     if call.id is not None:
-        turned["id"] = call.id
+        turned["id"] = _call_id(call.id, abilities)
     return turned
 
 
@@ -129,6 +148,11 @@ def _call_text(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {_json(call.name)}, "arguments": {written}}}\n</tool_call>'
 
 
+def template_tools(tools: Sequence[Tool]) -> tuple[TemplateDict, ...]:
+    """As templates read them. Raises InvalidValue("tools[i]")."""
+    return tuple(_tool(i, tool) for i, tool in enumerate(tools))
+
+
 def _tool(index: int, tool: Tool) -> TemplateDict:
     function = {
         "name": tool.name,
@@ -153,27 +177,10 @@ def tools_text(tools: Sequence[TemplateDict]) -> str:
     return _TOOLS_TEXT.format(tools="\n".join(_json(tool) for tool in tools))
 
 
-def _with_system_text(messages: list[TemplateDict], text: str) -> list[TemplateDict]:
-    if messages[0]["role"] != "system":
-        return [{"role": "system", "content": text}, *messages]
-    first = messages[0]
-    return [{**first, "content": _joined(first["content"], text)}, *messages[1:]]
-
-
-def _system_in_first_user_message(messages: list[TemplateDict]) -> list[TemplateDict]:
-    if messages[0]["role"] != "system":
-        return messages
-    if len(messages) < 2 or messages[1]["role"] != "user":
-        return [{**messages[0], "role": "user"}, *messages[1:]]
-    second = messages[1]
-    return [
-        {**second, "content": _joined(messages[0]["content"], second["content"])},
-        *messages[2:],
-    ]
-
-
-def _joined(first: object, second: object) -> str:
-    return "\n\n".join(str(part) for part in (first, second) if part)
+def _with_system_text(turned: list[Turned], text: str) -> list[Turned]:
+    if turned[0].role != "system":
+        return [Turned({"role": "system", "content": text}), *turned]
+    return [turned[0].but(content=joined(turned[0].content, text)), *turned[1:]]
 
 
 def _json(value: object) -> str:

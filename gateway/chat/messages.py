@@ -31,6 +31,7 @@ class Message:
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    reasoning: str | None = None  # what an assistant thought before it said this
 
 
 @dataclass(frozen=True, slots=True)

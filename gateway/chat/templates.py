@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from coordinator.errors import InvalidValue
 from coordinator.prefixes import common_prefix
 from coordinator.sessions import splice
+from gateway.chat.billing import billed_to_nobody
 from gateway.chat.boundaries import AddedTokens, MessageOpeners
-from gateway.chat.conversation import Abilities, TemplateDict, conversation
+from gateway.chat.conversation import TemplateDict, conversation
+from gateway.chat.folding import OURS
 from gateway.chat.heads import Heads, leading
+from gateway.chat.probing import Probe, Template, guarded
+from gateway.chat.seams import kept
 
 if TYPE_CHECKING:
     from coordinator.sessions import History
@@ -37,20 +41,8 @@ class RenderedPrompt:
     token_ids: tuple[int, ...]
     boundaries: tuple[int, ...] = ()
     anchor: int = 0  # the token index at which tools and system prompt end; 0: there are none
-    shift: int = 0  # how many more messages have boundaries than the client sent: tools may be one
-
-
-class Template(Protocol):
-    """Renders template dicts to text. May raise anything."""
-
-    def __call__(
-        self,
-        messages: Sequence[TemplateDict],
-        tools: Sequence[TemplateDict],
-        args: Mapping[str, object],
-        *,
-        generate: bool,
-    ) -> str: ...
+    # For each message that may have a boundary, the first of the client's that it holds, or OURS.
+    origins: tuple[int, ...] = ()
 
 
 class ChatRenderer:
@@ -62,12 +54,13 @@ class ChatRenderer:
         self._template = template
         self._encode = encode
         self._added = added
-        self.abilities = probe(template)
+        self.probe = Probe(template)
+        self.abilities = self.probe.abilities()
         self._openers = MessageOpeners.learn(self._probed, added)
         self._heads = Heads(self._closed, encode, added, self._openers.tokens)
 
     def _probed(self, messages: Sequence[TemplateDict], generate: bool) -> str:
-        return _guarded(self._template, messages, (), {}, generate=generate)
+        return guarded(self._template, messages, (), {}, generate=generate)
 
     def render(
         self,
@@ -77,26 +70,29 @@ class ChatRenderer:
         history: History | None,
         *,
         with_boundaries: bool = True,
+        begun: str = "",
     ) -> RenderedPrompt:
         """Raises InvalidValue("messages", "tools" or "template_args")."""
         _check_args(args)
+        sent, messages = _split(billed_to_nobody(messages))
         talk = conversation(messages, tools, self.abilities)
 
         def rendered(part: Sequence[TemplateDict], *, generate: bool = False) -> str:
-            return _guarded(self._template, part, talk.tools, args, generate=generate)
+            return guarded(self._template, part, talk.tools, args, generate=generate)
 
-        text = rendered(talk.messages, generate=True)
-        ids = splice(history, text, self._encode, self._added.special_ids.__contains__)
+        text = rendered(talk.messages, generate=True) + begun
+        known = kept(history, text, self._added)
+        ids = splice(known, text, self._encode, self._added.special_ids.__contains__)
         if not ids:
             raise InvalidValue("messages", "the conversation renders to nothing")
         if not with_boundaries:
             return RenderedPrompt(text, ids)
         boundaries = self._openers.boundaries(ids, talk.messages, rendered)
         anchor = self._heads.anchor(messages, tools, args, text, ids)
-        shift = len(talk.messages) - len(messages)
-        if anchor and not shift and not leading(messages):
+        if anchor and OURS not in talk.origins and not leading(messages):
             boundaries = _behind(anchor, boundaries)
-        return RenderedPrompt(text, ids, boundaries, anchor, shift)
+        origins = tuple(OURS if index == OURS else sent[index] for index in talk.origins)
+        return RenderedPrompt(text, ids, boundaries, anchor, origins)
 
     def prefix(
         self, messages: Sequence[Message], tools: Sequence[Tool], args: Mapping[str, object]
@@ -106,6 +102,7 @@ class ChatRenderer:
         Raises InvalidValue as render() does.
         """
         _check_args(args)
+        _, messages = _split(billed_to_nobody(messages))
         if len(leading(messages)) == len(messages):
             return self._heads.tokens(messages, tools, args)
         closed = self._encode(self._closed(messages, tools, args))
@@ -116,7 +113,13 @@ class ChatRenderer:
         self, messages: Sequence[Message], tools: Sequence[Tool], args: Mapping[str, object]
     ) -> str:
         talk = conversation(messages, tools, self.abilities)
-        return _guarded(self._template, talk.messages, talk.tools, args, generate=False)
+        return guarded(self._template, talk.messages, talk.tools, args, generate=False)
+
+
+def _split(
+    kept: Sequence[tuple[int, Message]],
+) -> tuple[tuple[int, ...], tuple[Message, ...]]:
+    return tuple(index for index, _ in kept), tuple(message for _, message in kept)
 
 
 def _behind(head: int, boundaries: tuple[int, ...]) -> tuple[int, ...]:
@@ -130,65 +133,3 @@ def _check_args(args: Mapping[str, object]) -> None:
     taken = sorted(_RESERVED & args.keys())
     if taken:
         raise InvalidValue("template_args", f"{taken[0]} is set by the server")
-
-
-def _guarded(
-    template: Template,
-    messages: Sequence[TemplateDict],
-    tools: Sequence[TemplateDict],
-    args: Mapping[str, object],
-    *,
-    generate: bool,
-) -> str:
-    try:
-        return template(messages, tools, args, generate=generate)
-    except Exception as error:  # a template may raise anything at all, and each is a refusal
-        reason = str(error) or type(error).__name__
-        raise InvalidValue(
-            "messages", f"the model's chat template refuses them: {reason}"
-        ) from error
-
-
-_ASK: TemplateDict = {"role": "user", "content": "probe-question"}
-_ANSWER: TemplateDict = {"role": "assistant", "content": "probe-answer"}
-_TOOL: TemplateDict = {
-    "type": "function",
-    "function": {
-        "name": "probe_tool",
-        "description": "probe-description",
-        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string"}}},
-    },
-}
-_CALL: TemplateDict = {
-    "type": "function",
-    "id": "probe0000",  # nine letters: Mistral's templates take no other length
-    "function": {"name": "probe_tool", "arguments": {"probe_key": "probe-value"}},
-}
-_CALLED: TemplateDict = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-_RESULT: TemplateDict = {
-    "role": "tool",
-    "content": "probe-result",
-    "name": "probe_tool",
-    "tool_call_id": "probe0000",
-}
-
-
-def probe(template: Template) -> Abilities:
-    """What the template shows of a system message, of tools, and of calls with their results."""
-
-    def shows(messages: Sequence[TemplateDict], *words: str, tools: bool = False) -> bool:
-        try:
-            text = _guarded(template, messages, [_TOOL] if tools else [], {}, generate=True)
-        except InvalidValue:
-            return False
-        return all(word in text for word in words)
-
-    system: TemplateDict = {"role": "system", "content": "probe-system"}
-    return Abilities(
-        system=shows([system, _ASK], "probe-system", "probe-question"),
-        late_system=shows([_ASK, _ANSWER, system, _ASK], "probe-system"),
-        tools=shows([_ASK], "probe_tool", "probe_key", tools=True),
-        calls=shows(
-            [_ASK, _CALLED, _RESULT], "probe_tool", "probe-value", "probe-result", tools=True
-        ),
-    )

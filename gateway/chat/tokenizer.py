@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator.errors import InvalidValue, ModelUnusable
 from gateway.chat.boundaries import AddedTokens
-from gateway.chat.detokenize import ByteDetokenizer, Detokenizer, WindowedDetokenizer
+from gateway.chat.detokenize import (
+    ByteDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    WindowedDetokenizer,
+)
+from gateway.chat.parsing.formats import AnswerFormat, learn
 from gateway.chat.templates import ChatRenderer, RenderedPrompt
 from gateway.chat.vocabulary import token_bytes
 from stage.model.damage import unusable
@@ -41,6 +47,16 @@ class ChatTokenizer(Protocol):
     @property
     def stop_token_ids(self) -> frozenset[int]: ...
 
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """What each token spells; None where only whole texts can be decoded."""
+        ...
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """How the model writes thoughts and calls."""
+        ...
+
     def is_special(self, token_id: int) -> bool: ...
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -63,8 +79,12 @@ class ChatTokenizer(Protocol):
         history: History | None = None,
         *,
         with_boundaries: bool = True,
+        begun: str = "",
     ) -> RenderedPrompt:
-        """Raises InvalidValue("messages" | "tools" | "template_args", reason), never anything else."""
+        """`begun`: what the answer begins with already.
+
+        Raises InvalidValue("messages" | "tools" | "template_args", reason), never anything else.
+        """
         ...
 
     def prefix(
@@ -129,7 +149,15 @@ class ModelTokenizer:
         vocabulary: dict[str, int] = {**tokenizer.get_vocab(), **added}
         self._size = max(vocabulary.values(), default=-1) + 1
         self._table = token_bytes(vocabulary, self._decoder(), self._special)
-        self._renderer = ChatRenderer(self._apply, self.encode, AddedTokens.of(added, marks))
+        tokens = AddedTokens.of(added, marks)
+        self._renderer = ChatRenderer(self._apply, self.encode, tokens)
+        self._answers = learn(
+            self._renderer.probe,
+            self._renderer.abilities,
+            tokens,
+            {text for text, token in added.items() if token in stop_token_ids},
+            getattr(tokenizer, "response_template", None),
+        )
         _log.info("tokenizer ready tokens=%d stops=%s", self._size, sorted(stop_token_ids))
 
     def _decoder(self) -> Mapping[str, object]:
@@ -146,6 +174,14 @@ class ModelTokenizer:
     @property
     def stop_token_ids(self) -> frozenset[int]:
         return self._stop_token_ids
+
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        return self._table
+
+    @property
+    def answers(self) -> AnswerFormat:
+        return self._answers
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
@@ -188,10 +224,16 @@ class ModelTokenizer:
         history: History | None = None,
         *,
         with_boundaries: bool = True,
+        begun: str = "",
     ) -> RenderedPrompt:
         self._need_template()
         return self._renderer.render(
-            messages, tools, template_args or {}, history, with_boundaries=with_boundaries
+            messages,
+            tools,
+            template_args or {},
+            history,
+            with_boundaries=with_boundaries,
+            begun=begun,
         )
 
     def prefix(

@@ -53,6 +53,14 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._await_rest()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # What was sent behind this request is read only now.
+        self._await_rest()
+
+    def _await_rest(self) -> None:
         if self.conn.their_state in _ARRIVED:
             self._arrival.stop()
         else:

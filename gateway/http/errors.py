@@ -16,6 +16,8 @@ from gateway.errors import is_internal, wire_error
 
 # A client that left reads no answer; this is what proxies write down.
 CLIENT_CLOSED = 499
+# Nothing that a browser knows: it would ask its user for a password over the status page's own question.
+_CHALLENGE = 'Bearer realm="ringserve"'
 
 
 class Dialect(Protocol):
@@ -47,11 +49,18 @@ def message_of(error: BaseException) -> str:
     return str(error)
 
 
+def request_id_headers(request_id: str) -> dict[str, str]:
+    """As OpenAI's clients look for it, and as Anthropic's do."""
+    return {"x-request-id": request_id, "request-id": request_id}
+
+
 def error_response(error: BaseException, request_id: str, dialect: Dialect) -> JSONResponse:
-    headers = {"x-request-id": request_id}
+    headers = request_id_headers(request_id)
     if isinstance(error, errors.BusyError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     else:
         headers["x-should-retry"] = "false"
+    if isinstance(error, errors.InvalidApiKey):
+        headers["www-authenticate"] = _CHALLENGE
     body = dialect.body(error, request_id)
     return JSONResponse(body, status_code=dialect.status(error), headers=headers)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from coordinator.driver import RingStatus
 from gateway.http.front import Front
 from gateway.http.openai.errors import OPENAI
+from gateway.loading import LoadRecord
 
 
 class Operators:
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, loading: LoadRecord) -> None:
         self._front = front
+        self._loading = loading
 
     def routes(self) -> list[Route]:
         route = self._front.route
         return [
-            route("GET", "/health", self.health, OPENAI),
-            route("GET", "/ready", self.ready, OPENAI),
+            route("GET", "/health", self.health, OPENAI, is_open=True),
+            route("GET", "/ready", self.ready, OPENAI, is_open=True),
             route("GET", "/version", self.version, OPENAI),
         ]
 
@@ -28,13 +33,21 @@ class Operators:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        rings = [
-            {"ring": ring.name, "ready": ring.ready, "reason": ring.reason}
-            for ring in self._front.service.rings()
-        ]
-        if any(ring["ready"] for ring in rings):
-            return JSONResponse({"status": "ready", "rings": rings})
-        return JSONResponse({"status": "loading", "rings": rings}, 503, {"retry-after": "1"})
+        """503 until a ring has loaded all of its stages, with how far each is."""
+        rings = self._front.service.rings()
+        told = [self._ring(ring) for ring in rings] if self._front.knows(request) else []
+        if any(ring.ready for ring in rings):
+            return JSONResponse({"status": "ready", "rings": told})
+        loads = any(ring.info is None for ring in rings)
+        status = "loading" if loads else "unavailable"
+        return JSONResponse({"status": status, "rings": told}, 503, {"retry-after": "1"})
+
+    def _ring(self, ring: RingStatus) -> dict[str, Any]:
+        told = {"ring": ring.name, "ready": ring.ready, "reason": ring.reason}
+        if ring.info is not None:
+            return told
+        stages = [msgspec.to_builtins(each) for each in self._loading.stages(ring.name)]
+        return {**told, "stages": stages}
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": version("ringserve")})

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import uvicorn
 
 from coordinator.errors import InvalidSetting
+from gateway.guard import OPEN, Guard
 from gateway.http.app import make_app
 from gateway.http.connection import ConnectionConfig
+from gateway.http.status.feed import Feed
+from gateway.http.status.snapshot import Snapshots
 from gateway.service import GenerationService
 from gateway.settings import HttpSettings
+from gateway.sights import Sights
+from gateway.tls import ServerTls
 
 # Calls that wait to be accepted.
 _BACKLOG = 1024
@@ -29,16 +35,26 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_http(service: GenerationService, settings: HttpSettings) -> AsyncIterator[str]:
+async def serve_http(
+    service: GenerationService,
+    settings: HttpSettings,
+    sights: Sights | None = None,
+    guard: Guard = OPEN,
+) -> AsyncIterator[str]:
     """Listens and yields HOST:PORT; on leaving, running requests get `drain_s` to end. Raises InvalidSetting."""
     listening = _listen(settings)
+    sights = sights or Sights()
+    feed = Feed(Snapshots(service, sights).encoded)
     config = ConnectionConfig(
-        make_app(service, settings.max_body_bytes),
+        make_app(service, settings.max_body_bytes, feed, sights.loading, sights.metrics, guard),
+        ssl_context_factory=_context_factory(guard.tls),
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
         backlog=_BACKLOG,
+        # uvicorn turns away the one that reaches the number.
+        limit_concurrency=settings.max_connections + 1,
         request_s=settings.request_s,
         unread_s=settings.unread_s,
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),
@@ -52,7 +68,14 @@ async def serve_http(service: GenerationService, settings: HttpSettings) -> Asyn
         server.force_exit = True
         raise
     finally:
+        feed.close()
         await _drain(server, task)
+
+
+def _context_factory(
+    tls: ServerTls | None,
+) -> Callable[[uvicorn.Config, Callable[[], ssl.SSLContext]], ssl.SSLContext] | None:
+    return None if tls is None else lambda _config, _default: tls.context
 
 
 async def _drain(server: uvicorn.Server, task: asyncio.Task[None]) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -23,8 +23,9 @@ from gateway.turns import TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnS
 
 log = logging.getLogger(__name__)
 
-# Seconds of silence before a comment tells proxies and clients that somebody is at work.
-KEEP_ALIVE_S = 10.0
+# Seconds without a byte, whatever goes on, before a comment tells proxies and clients that somebody is at work: clients
+# were seen to lose patience from 5 on.
+KEEP_ALIVE_S = 4.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 # Seconds that a stream's headers wait for its first event, so that what is refused is refused with a status.
 _FIRST_EVENT_S = 2.0
@@ -66,7 +67,8 @@ async def collect(
     service: GenerationService, turns: Sequence[TurnRequest], request: Request
 ) -> list[Collected]:
     """Every choice, whole. Raises what the service raises, and ClientGone."""
-    answers = [asyncio.create_task(_collected(service, turn)) for turn in turns]
+    named = _named(turns, request)
+    answers = [asyncio.create_task(_collected(service, turn)) for turn in named]
     every = asyncio.gather(*answers)
     left = asyncio.create_task(_left(request))
     try:
@@ -79,6 +81,13 @@ async def collect(
         for task in (*answers, left):
             task.cancel()
         await asyncio.gather(*answers, left, every, return_exceptions=True)
+
+
+def _named(turns: Sequence[TurnRequest], request: Request) -> list[TurnRequest]:
+    """The turns of any dialect, with whose they are and what ties them to their request in logs and traces."""
+    request_id, parent = request.state.request_id, request.headers.get("traceparent", "")
+    owned = request.state.asker.owned(turns)
+    return [replace(turn, request_id=request_id, traceparent=parent) for turn in owned]
 
 
 async def _left(request: Request) -> None:
@@ -147,6 +156,10 @@ class StreamWire(Protocol):
         """Server-sent events, or nothing."""
         ...
 
+    def silent(self) -> bytes:
+        """After each KEEP_ALIVE_S without a word."""
+        return _KEEP_ALIVE
+
     def failed(self, error: Exception, request_id: str) -> bytes:
         """The last thing that is sent: no client may take the answer for whole."""
         ...
@@ -174,7 +187,7 @@ async def streamed(
     service: GenerationService, turns: Sequence[TurnRequest], wire: StreamWire, request: Request
 ) -> Response:
     """The answer as server-sent events. Raises what the service raises before its first event, or soon."""
-    events = merged(service, turns)
+    events = merged(service, _named(turns, request))
     coming: asyncio.Future[Told | None] = asyncio.ensure_future(anext(events, None))
     try:
         await asyncio.wait({coming}, timeout=_FIRST_EVENT_S)
@@ -201,10 +214,13 @@ async def _sent(
     """`coming`: the first of the events, or None for their end, as it is awaited already."""
     async with aclosing(events):
         try:
-            async for told in _with_silence(coming, events):
-                sent = _KEEP_ALIVE if told is None else wire.said(told)
+            silence = _Silence()
+            async for told in _with_silence(coming, events, silence):
+                sent = wire.silent() if told is None else wire.said(told)
                 if sent:
                     yield sent
+                if sent or told is None:
+                    silence.broken()
         except Exception as error:
             if is_internal(error):
                 log.exception("request_id=%s: a stream broke off", request_id)
@@ -213,15 +229,32 @@ async def _sent(
     yield wire.ended()
 
 
+class _Silence:
+    """How long nothing was sent: events may come all the while, such as tokens of a call that is held back."""
+
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self.broken()
+
+    def broken(self) -> None:
+        self._since = self._now()
+
+    def left(self) -> float:
+        return max(0.0, self._since + KEEP_ALIVE_S - self._now())
+
+
 async def _with_silence(
-    coming: asyncio.Future[Told | None], events: AsyncGenerator[Told, None]
+    coming: asyncio.Future[Told | None], events: AsyncGenerator[Told, None], silence: _Silence
 ) -> AsyncIterator[Told | None]:
-    """The events, and None for each KEEP_ALIVE_S of waiting."""
+    """The events, and None when the silence must be broken."""
     try:
         while True:
-            done, _ = await asyncio.wait({coming}, timeout=KEEP_ALIVE_S)
-            if not done:
+            left = silence.left()
+            if not left:
                 yield None
+                continue
+            done, _ = await asyncio.wait({coming}, timeout=left)
+            if not done:
                 continue
             told = coming.result()
             if told is None:

@@ -34,7 +34,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "session_id", "chat", "text", "token_ids", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "reuse", "draft", "priority")
+    __slots__ = ("request_id", "model", "session_id", "chat", "text", "token_ids", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "reuse", "draft", "priority", "json_schema", "regex", "lark_grammar", "json_object")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,10 @@ class GenerateRequest(_message.Message):
     REUSE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    LARK_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     session_id: str
@@ -63,7 +67,11 @@ class GenerateRequest(_message.Message):
     reuse: bool
     draft: bool
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., session_id: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., reuse: bool = ..., draft: bool = ..., priority: _Optional[int] = ...) -> None: ...
+    json_schema: str
+    regex: str
+    lark_grammar: str
+    json_object: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., session_id: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., reuse: bool = ..., draft: bool = ..., priority: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark_grammar: _Optional[str] = ..., json_object: bool = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools", "template_args_json")

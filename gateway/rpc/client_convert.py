@@ -19,6 +19,8 @@ from gateway.rpc.convert import FINISH_REASONS, MISS_REASONS
 from gateway.turns import (
     ChatPrompt,
     Excerpt,
+    GrammarKind,
+    GrammarSpec,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -45,7 +47,21 @@ def generate_request(turn: TurnRequest, request_id: str = "") -> pb.GenerateRequ
         priority=turn.priority,
     )
     put_prompt(message, turn.prompt)
+    if turn.grammar is not None:
+        _put_grammar(message, turn.grammar)
     return message
+
+
+def _put_grammar(message: pb.GenerateRequest, grammar: GrammarSpec) -> None:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            message.json_schema = grammar.text
+        case GrammarKind.REGEX:
+            message.regex = grammar.text
+        case GrammarKind.LARK:
+            message.lark_grammar = grammar.text
+        case GrammarKind.JSON_OBJECT:
+            message.json_object = True
 
 
 def put_prompt(

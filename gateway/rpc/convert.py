@@ -15,10 +15,12 @@ from coordinator.counts import RingCounts
 from coordinator.driver import RingStatus
 from coordinator.errors import InvalidValue
 from coordinator.frames import DIGEST_BYTES, NodeId
-from coordinator.requests import FinishReason, Miss, MissKind, RowLogprobs, SamplingSpec, SessionId
+from coordinator.requests import FinishReason, Miss, MissKind, RowLogprobs, SamplingSpec
 from coordinator.ring import RingInfo
 from coordinator.router import RingNode
+from gateway.access import NOBODY, Caller
 from gateway.chat.messages import Message, Tool, ToolCall
+from gateway.guard import session_of
 from gateway.limits import (
     LONGEST_TEMPLATE_ARGS,
     MAX_LOGIT_BIAS,
@@ -32,6 +34,8 @@ from gateway.pb import generation_pb2 as pb
 from gateway.turns import (
     ChatPrompt,
     Excerpt,
+    GrammarKind,
+    GrammarSpec,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -70,7 +74,9 @@ _SAMPLING_SCALARS = (
 )
 
 
-def turn_request(message: pb.GenerateRequest, timeout_s: float | None) -> TurnRequest:
+def turn_request(
+    message: pb.GenerateRequest, timeout_s: float | None, caller: Caller = NOBODY
+) -> TurnRequest:
     """Raises InvalidValue."""
     # The counts alone, before objects are made of them; the rest is checked where every front's turns are.
     at_most("stop", len(message.stop), MAX_STOPS, "strings")
@@ -79,7 +85,7 @@ def turn_request(message: pb.GenerateRequest, timeout_s: float | None) -> TurnRe
     return TurnRequest(
         prompt=prompt(message),
         model=message.model,
-        session=SessionId(message.session_id) if message.session_id else None,
+        session=session_of(caller.name, message.session_id),
         sampling=_sampling(message.sampling),
         seed=_optional(message.sampling, "seed"),
         max_tokens=_optional(message, "max_tokens"),
@@ -90,7 +96,23 @@ def turn_request(message: pb.GenerateRequest, timeout_s: float | None) -> TurnRe
         draft=_optional(message, "draft") is not False,
         timeout_s=timeout_s,
         priority=message.priority,
+        caller=caller.name,
+        tenant=caller.tenant,
+        grammar=_grammar(message),
     )
+
+
+def _grammar(message: pb.GenerateRequest) -> GrammarSpec | None:
+    match message.WhichOneof("constraint"):
+        case "json_schema":
+            return GrammarSpec(GrammarKind.JSON_SCHEMA, message.json_schema)
+        case "regex":
+            return GrammarSpec(GrammarKind.REGEX, message.regex)
+        case "lark_grammar":
+            return GrammarSpec(GrammarKind.LARK, message.lark_grammar)
+        case "json_object" if message.json_object:
+            return GrammarSpec(GrammarKind.JSON_OBJECT)
+    return None
 
 
 def _optional(message: Any, field: str) -> Any:

@@ -1,4 +1,4 @@
-"""The one place where gRPC calls are guarded: request ids, malformed messages, errors into statuses.
+"""The one place where gRPC calls are guarded: request ids, keys, malformed messages, errors into statuses.
 
 It wraps every method of our own service and no other. A client never sees a stack trace: what is not of the error
 tree is logged with the request id and answered as INTERNAL. It may not swallow a cancellation: grpc.aio leaks
@@ -17,21 +17,28 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import InvalidValue
+from gateway.access import Caller
 from gateway.errors import grpc_status, is_internal
+from gateway.guard import Guard
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
 _LONGEST_REQUEST_ID = 128
 
+# What they change, or show, is everybody's.
+OPERATORS_METHODS = frozenset({"AddRing", "DrainRing", "ListNodes", "PinPrefix", "DropNode"})
+
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
+_Check = Callable[[Any], Caller]
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Guards the methods whose path begins with `/service/`."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, guard: Guard) -> None:
         self._prefix = f"/{service}/"
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -46,17 +53,21 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         else:
             make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
         # Without a deserializer the call brings bytes: grpc would answer malformed ones without any details.
-        guarded = _guarded(behaviour, handler.request_deserializer)
+        name = handler_call_details.method.removeprefix(self._prefix)
+        check = self._guard.operator if name in OPERATORS_METHODS else self._guard.caller
+        guarded = _guarded(behaviour, handler.request_deserializer, check)
         return make(guarded, None, handler.response_serializer)
 
 
-def _guarded(behaviour: _Behaviour, parse: Callable[[bytes], Any]) -> _Behaviour:
+def _guarded(behaviour: _Behaviour, parse: Callable[[bytes], Any], check: _Check) -> _Behaviour:
     async def call(raw: bytes, context: Any) -> Any:
         request_id = _given_request_id(context)
         try:
+            check(context.invocation_metadata() or ())
             message = _parsed(parse, raw)
             request_id = _clean(getattr(message, "request_id", "")) or request_id
             request_id = request_id or uuid.uuid4().hex
+            _name(message, request_id)
             # At once, so that a client knows it was heard while a long prompt is prefilled.
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
             return await behaviour(message, context)
@@ -73,6 +84,12 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         return parse(raw)
     except (DecodeError, UnicodeDecodeError) as error:
         raise InvalidValue("request", "is not a message of this method") from error
+
+
+def _name(message: Any, request_id: str) -> None:
+    """From here on the message carries its id, whoever gave it."""
+    if "request_id" in message.DESCRIPTOR.fields_by_name:
+        message.request_id = request_id
 
 
 async def _abort(context: Any, error: Exception, request_id: str) -> NoReturn:

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.errors import InvalidSetting
+from gateway.guard import OPEN, Guard
 from gateway.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from gateway.rings import RingSet
 from gateway.rpc.health import RingHealth
@@ -22,6 +23,7 @@ from gateway.rpc.interceptors import CallGuard
 from gateway.rpc.servicer import SERVICE_NAME, GenerationServicer
 from gateway.service import GenerationService
 from gateway.settings import GrpcSettings
+from gateway.tls import ServerTls
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     # Two servers on one port would share its calls without a word.
@@ -55,12 +57,15 @@ def _keepalive(settings: GrpcSettings) -> tuple[tuple[str, int], ...]:
 
 @asynccontextmanager
 async def serve_grpc(
-    service: GenerationService, settings: GrpcSettings, rings: RingSet | None = None
+    service: GenerationService,
+    settings: GrpcSettings,
+    rings: RingSet | None = None,
+    guard: Guard = OPEN,
 ) -> AsyncIterator[str]:
     """Listens and yields the address; on leaving, running turns get `drain_s` to end. Raises InvalidSetting."""
     health = RingHealth(SERVICE_NAME, lambda: any(status.ready for status in service.rings()))
     server = grpc.aio.server(
-        interceptors=(CallGuard(SERVICE_NAME),),
+        interceptors=(CallGuard(SERVICE_NAME, guard),),
         options=(
             *_OPTIONS,
             *_keepalive(settings),
@@ -68,12 +73,12 @@ async def serve_grpc(
         ),
     )
     add_servicer: Any = add_GenerationServiceServicer_to_server
-    add_servicer(GenerationServicer(service, rings), server)
+    add_servicer(GenerationServicer(service, rings, guard), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if settings.reflection:
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-    address = _bind(server, settings)
+    address = _bind(server, settings, guard.tls)
     await server.start()
     try:
         yield address
@@ -84,11 +89,22 @@ async def serve_grpc(
     await _drain(server, health, settings.drain_s)
 
 
-def _bind(server: Any, settings: GrpcSettings) -> str:
+def _credentials(tls: ServerTls) -> Any:
+    return grpc.ssl_server_credentials(
+        [(tls.key, tls.cert)],
+        root_certificates=tls.client_ca,
+        require_client_auth=tls.client_ca is not None,
+    )
+
+
+def _bind(server: Any, settings: GrpcSettings, tls: ServerTls | None) -> str:
     host = f"[{settings.host}]" if ":" in settings.host.strip("[]") else settings.host
     host = host.replace("[[", "[").replace("]]", "]")
     try:
-        port = server.add_insecure_port(f"{host}:{settings.port}")
+        if tls is None:
+            port = server.add_insecure_port(f"{host}:{settings.port}")
+        else:
+            port = server.add_secure_port(f"{host}:{settings.port}", _credentials(tls))
     except RuntimeError as error:
         raise InvalidSetting("grpc_port", f"cannot listen on {host}:{settings.port}") from error
     return f"{host}:{port}"

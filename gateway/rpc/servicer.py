@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from coordinator.errors import InvalidValue, SetupError
-from coordinator.requests import SessionId
+from gateway.access import Caller
+from gateway.guard import Guard, session_of
 from gateway.pb import generation_pb2 as pb
 from gateway.pb.generation_pb2_grpc import GenerationServiceServicer
 from gateway.rings import RingSet
@@ -25,13 +27,16 @@ SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_nam
 
 
 class GenerationServicer(GenerationServiceServicer):
-    def __init__(self, service: GenerationService, rings: RingSet | None) -> None:
+    def __init__(self, service: GenerationService, rings: RingSet | None, guard: Guard) -> None:
         self._service = service
         self._rings = rings
+        self._guard = guard
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         timeout_s = context.time_remaining()
-        turn = await self._converted(request, partial(convert.turn_request, request, timeout_s))
+        reading = partial(convert.turn_request, request, timeout_s, self._caller(context))
+        asked = await self._converted(request, reading)
+        turn = replace(asked, request_id=request.request_id, traceparent=_traceparent(context))
         # context.cancelled() may still be False while we are being cancelled: only leaving the block is sure.
         async with aclosing(self._service.generate(turn)) as events:
             async for event in events:
@@ -44,6 +49,10 @@ class GenerationServicer(GenerationServiceServicer):
         tokens = await self._service.count_tokens(prompt, request.model)
         rows = self._service.info().max_rows
         return pb.CountTokensResponse(prompt_tokens=tokens, max_context=rows)
+
+    def _caller(self, context: Any) -> Caller:
+        """Who the interceptor has let in."""
+        return self._guard.caller(context.invocation_metadata() or ())
 
     async def _converted(self, request: Any, convert_it: Callable[[], T]) -> T:
         return await self._service.converted(request.ByteSize(), convert_it)
@@ -71,7 +80,8 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> pb.CloseSessionResponse:
         if not request.session_id:
             raise InvalidValue("session_id", "is empty")
-        closed = self._service.close_session(SessionId(request.session_id))
+        session = session_of(self._caller(context).name, request.session_id)
+        closed = session is not None and self._service.close_session(session)
         return pb.CloseSessionResponse(closed=closed)
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Any) -> pb.ListNodesResponse:
@@ -82,9 +92,15 @@ class GenerationServicer(GenerationServiceServicer):
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         prompt = await self._converted(request, partial(convert.prompt, request))
-        pinned = await self._service.pin_prefix(prompt, request.model)
+        tenant = self._caller(context).tenant
+        pinned = await self._service.pin_prefix(prompt, request.model, tenant)
         return pb.PinPrefixResponse(tokens=pinned.tokens, rings=pinned.rings)
 
     async def DropNode(self, request: pb.DropNodeRequest, context: Any) -> pb.DropNodeResponse:
         found = self._service.drop_node(convert.node_id(request.id))
         return pb.DropNodeResponse(found=found)
+
+
+def _traceparent(context: Any) -> str:
+    metadata = context.invocation_metadata() or ()
+    return next((value for key, value in metadata if key == "traceparent"), "")

@@ -9,7 +9,15 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.requests import FinishReason, RowLogprobs, Timings, Usage
+from coordinator.requests import FinishReason, RowLogprobs, Timings
+from gateway.chat.parts import (
+    AnswerPart,
+    CallArguments,
+    CallOpened,
+    SaidText,
+    Thought,
+    message_of,
+)
 from gateway.http.streaming import Collected
 from gateway.turns import TurnDelta, TurnFinished
 
@@ -34,20 +42,18 @@ class Answering:
         return {
             **self._head("chat.completion" if self._chat else "text_completion"),
             "choices": [self._choice(index, each) for index, each in enumerate(choices)],
-            "usage": usage([each.finished.usage for each in choices]),
+            "usage": usage([each.finished for each in choices]),
             "timings": timings(choices[0].finished.timings),
         }
 
     def _choice(self, index: int, answer: Collected) -> dict[str, Any]:
         rows = [row for delta in answer.deltas for row in self._rows(delta)]
-        said: dict[str, Any] = {"text": answer.text}
-        if self._chat:
-            said = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        said = {"message": _message(answer.parts)} if self._chat else {"text": answer.text}
         return {
             "index": index,
             **said,
             "logprobs": self._logprobs(rows),
-            "finish_reason": _REASONS[answer.finished.reason],
+            "finish_reason": _reason(answer.finished),
         }
 
     # A streamed one
@@ -59,19 +65,24 @@ class Answering:
         return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, [], None)]
 
     def pieces(self, index: int, delta: TurnDelta) -> list[dict[str, Any]]:
+        """A chunk for each part of a chat's answer; the first brings the tokens' log-probabilities."""
         rows = self._rows(delta)
-        if not delta.text and not rows:
-            return []
-        said = {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
-        return [self._chunk(index, said, rows, None)]
+        said: list[dict[str, Any]] = [{"delta": _delta(part)} for part in delta.parts]
+        if not self._chat:
+            said = [{"text": delta.text}] if delta.text else []
+        if rows and not said:
+            said = [{"delta": {}} if self._chat else {"text": ""}]
+        return [
+            self._chunk(index, each, [] if place else rows, None) for place, each in enumerate(said)
+        ]
 
     def ending(self, index: int, finished: TurnFinished) -> dict[str, Any]:
         said: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        chunk = self._chunk(index, said, [], _REASONS[finished.reason])
+        chunk = self._chunk(index, said, [], _reason(finished))
         return {**chunk, "timings": timings(finished.timings)}
 
-    def usage_chunk(self, used: Sequence[Usage]) -> dict[str, Any]:
-        return {**self._head(self._chunk_kind), "choices": [], "usage": usage(used)}
+    def usage_chunk(self, done: Sequence[TurnFinished]) -> dict[str, Any]:
+        return {**self._head(self._chunk_kind), "choices": [], "usage": usage(done)}
 
     @property
     def _chunk_kind(self) -> str:
@@ -124,14 +135,53 @@ class Answering:
 _Row = tuple[int, RowLogprobs]
 
 
-def usage(used: Sequence[Usage]) -> dict[str, Any]:
+def _message(parts: Sequence[AnswerPart]) -> dict[str, Any]:
+    said = message_of(parts)
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+    if said.reasoning is not None:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, **_function(name=call.name, arguments=call.arguments)}
+            for call in said.tool_calls
+        ]
+    return message
+
+
+def _delta(part: AnswerPart) -> dict[str, Any]:
+    match part:
+        case SaidText(text):
+            return {"content": text}
+        case Thought(text):
+            return {"reasoning_content": text}
+        case CallOpened(call, call_id, name):
+            opened = {"index": call, "id": call_id, **_function(name=name, arguments="")}
+            return {"tool_calls": [opened]}
+        case CallArguments(call, text):
+            return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+
+
+def _function(**function: object) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
+def _reason(finished: TurnFinished) -> str:
+    if finished.calls and finished.reason is FinishReason.STOP:
+        return "tool_calls"
+    return _REASONS[finished.reason]
+
+
+def usage(done: Sequence[TurnFinished]) -> dict[str, Any]:
     """Of all choices. The prompt counts once, as OpenAI counts it."""
+    used = [each.usage for each in done]
     prompt, generated = used[0].prompt_tokens, sum(each.generated_tokens for each in used)
+    thought = sum(each.thought_tokens for each in done)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": used[0].cached_prefix},
+        "completion_tokens_details": {"reasoning_tokens": thought},
     }
 
 

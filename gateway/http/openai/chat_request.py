@@ -10,11 +10,15 @@ from typing import Any
 
 from coordinator.errors import InvalidValue
 from coordinator.requests import SamplingSpec
-from gateway.chat.messages import Message, Tool, ToolCall
+from gateway.chat.billing import without_billing
+from gateway.chat.messages import Message, ToolCall
+from gateway.chat.parts import AnswerForm
 from gateway.http.asker import Asker
 from gateway.http.fields import Fields
+from gateway.http.openai.chat_tools import answer_form, name_of, tools_of
+from gateway.http.openai.output_format import output_grammar
 from gateway.limits import MAX_LOGIT_BIAS, MAX_STOPS, at_most
-from gateway.turns import ChatPrompt, Prompt, TextPrompt, TokenPrompt, TurnRequest
+from gateway.turns import ChatPrompt, GrammarSpec, Prompt, TextPrompt, TokenPrompt, TurnRequest
 
 # The bound that OpenAI's API documents is 128; a lane each is more than rings have.
 _MOST_CHOICES = 16
@@ -26,6 +30,8 @@ _FLOATS = (
     "presence_penalty",
     "frequency_penalty",
 )
+# Efforts that templates know by these names; others would be refused by some.
+_EFFORTS = frozenset({"low", "medium", "high"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
@@ -39,14 +45,15 @@ class Asked:
 
 
 def chat(body: Fields, asker: Asker) -> Asked:
-    _refuse_unserved(body)
+    tools = tools_of(body)
     prompt = ChatPrompt(
         messages=tuple(_message(each) for each in body.objects("messages")),
-        tools=tuple(_tool(each) for each in body.objects("tools")),
-        template_args=body.plain_object("chat_template_kwargs"),
+        tools=tools,
+        template_args=template_args(body),
     )
     wanted = body.whole("top_logprobs") or 0 if body.flag("logprobs") else None
-    return _asked(body, prompt, asker, wanted)
+    form = answer_form(body, tools)
+    return _asked(body, prompt, asker, wanted, form)
 
 
 def completion(body: Fields, asker: Asker) -> Asked:
@@ -60,16 +67,25 @@ def tokenized(body: Fields) -> Prompt:
     return _prompt(body)
 
 
-def _refuse_unserved(body: Fields) -> None:
-    kind = body.object("response_format").text("type")
-    if kind not in (None, "text"):
-        raise InvalidValue("response_format", f"{kind} is not served yet")
-    choice = body.raw("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise InvalidValue("tool_choice", "only auto and none are served yet")
+def template_args(body: Fields) -> dict[str, Any]:
+    effort = body.text("reasoning_effort")
+    if effort is None and isinstance(body.raw("reasoning"), dict):
+        effort = body.object("reasoning").text("effort")
+    args: dict[str, Any] = {}
+    if effort == "none":
+        args["enable_thinking"] = False
+    elif effort in _EFFORTS:
+        args["reasoning_effort"] = effort
+    return {**args, **body.plain_object("chat_template_kwargs")}
 
 
-def _asked(body: Fields, prompt: Prompt, asker: Asker, logprobs: int | None) -> Asked:
+def _asked(
+    body: Fields,
+    prompt: Prompt,
+    asker: Asker,
+    logprobs: int | None,
+    form: AnswerForm | None = None,
+) -> Asked:
     asked = body.whole("n")
     choices = 1 if asked is None else asked
     if not 1 <= choices <= _MOST_CHOICES:
@@ -80,11 +96,13 @@ def _asked(body: Fields, prompt: Prompt, asker: Asker, logprobs: int | None) -> 
         prompt=prompt,
         model=body.text("model") or "",
         session=asker.owner(body.text("prompt_cache_key")),
-        sampling=_sampling(body, logprobs),
+        sampling=sampling(body, logprobs),
         seed=None if seed is None else seed % 2**64,
         max_tokens=body.whole("max_tokens") if limit is None else limit,
-        stop=_stops(body),
+        stop=stops(body),
         ignore_eos=body.flag("ignore_eos"),
+        grammar=_grammar(body),
+        form=form,
     )
     # One conversation is one session: further choices are branches of it, with seeds of their own.
     others = (
@@ -95,13 +113,18 @@ def _asked(body: Fields, prompt: Prompt, asker: Asker, logprobs: int | None) -> 
     return Asked((turn, *others), body.flag("stream"), usage)
 
 
-def _stops(body: Fields) -> tuple[str, ...]:
+def _grammar(body: Fields) -> GrammarSpec | None:
+    wanted = body.object("response_format")
+    return output_grammar(wanted, wanted.object("json_schema"))
+
+
+def stops(body: Fields) -> tuple[str, ...]:
     stops = body.texts("stop")
     at_most("stop", len(stops), MAX_STOPS, "strings")
     return tuple(stop for stop in stops if stop)
 
 
-def _sampling(body: Fields, logprobs: int | None) -> SamplingSpec:
+def sampling(body: Fields, logprobs: int | None) -> SamplingSpec:
     values = {name: body.number(name) for name in _FLOATS}
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     top_k = body.whole("top_k") or 0
@@ -144,7 +167,14 @@ def _message(message: Fields) -> Message:
         name=message.text("name"),
         tool_calls=tuple(_call(call) for call in message.objects("tool_calls")),
         tool_call_id=message.text("tool_call_id"),
+        reasoning=_reasoning(message),
     )
+
+
+def _reasoning(message: Fields) -> str | None:
+    """Clients send thoughts back by one of two names; other things of these names are theirs."""
+    given = (message.raw("reasoning_content"), message.raw("reasoning"))
+    return next((text for text in given if text and isinstance(text, str)), None)
 
 
 def _content(message: Fields) -> str | None:
@@ -153,7 +183,10 @@ def _content(message: Fields) -> str | None:
         return value
     if not isinstance(value, list):
         raise InvalidValue(message.path("content"), "must be a string or a list of parts")
-    return "".join(_part(part) for part in message.objects("content"))
+    texts = [_part(part) for part in message.objects("content")]
+    if message.text("role") in ("system", "developer"):
+        texts = [without_billing(text) for text in texts]
+    return "".join(texts)
 
 
 def _part(part: Fields) -> str:
@@ -168,17 +201,4 @@ def _call(call: Fields) -> ToolCall:
     arguments = function.raw("arguments")
     if not isinstance(arguments, str | dict | None):
         raise InvalidValue(function.path("arguments"), "must be JSON text or an object")
-    return ToolCall(_name(function), "{}" if arguments is None else arguments, call.text("id"))
-
-
-def _tool(tool: Fields) -> Tool:
-    function = tool.object("function")
-    parameters = function.plain_object("parameters") or None
-    return Tool(_name(function), function.text("description"), parameters)
-
-
-def _name(function: Fields) -> str:
-    name = function.text("name")
-    if not name:
-        raise InvalidValue(function.path("name"), "is missing")
-    return name
+    return ToolCall(name_of(function), "{}" if arguments is None else arguments, call.text("id"))

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.requests import Usage
 from gateway.http.openai.chat_answer import Answering
 from gateway.http.openai.errors import OPENAI
-from gateway.http.streaming import Told, data
+from gateway.http.streaming import StreamWire, Told, data
 from gateway.turns import TurnDelta, TurnFinished, TurnStarted
 
 _DONE = b"data: [DONE]\n\n"
 
 
-class ChatStream:
-    """A StreamWire (gateway/http/streaming.py)."""
-
+class ChatStream(StreamWire):
     def __init__(self, answering: Answering, *, include_usage: bool) -> None:
         self._answering = answering
         self._include_usage = include_usage
-        self._used: dict[int, Usage] = {}
+        self._done: dict[int, TurnFinished] = {}
 
     def said(self, told: Told) -> bytes:
         return b"".join(data(chunk) for chunk in self._chunks(told))
@@ -31,7 +28,7 @@ class ChatStream:
             case TurnDelta():
                 return self._answering.pieces(told.index, told.event)
             case TurnFinished():
-                self._used[told.index] = told.event.usage
+                self._done[told.index] = told.event
                 return [self._answering.ending(told.index, told.event)]
 
     def failed(self, error: Exception, request_id: str) -> bytes:
@@ -40,5 +37,5 @@ class ChatStream:
     def ended(self) -> bytes:
         if not self._include_usage:
             return _DONE
-        used = [self._used[index] for index in sorted(self._used)]
-        return data(self._answering.usage_chunk(used)) + _DONE
+        done = [self._done[index] for index in sorted(self._done)]
+        return data(self._answering.usage_chunk(done)) + _DONE

@@ -1,0 +1,1 @@
+"""Prometheus metrics: what is counted, by whom, and how it is read."""
