@@ -15,6 +15,7 @@ from gateway.bench.workload import Load
 from gateway.cli import app
 from gateway.launch import launch
 from gateway.progress import SilentBoard
+from gateway.server_address import ServerAddress
 from gateway.settings import RingKind, ServeSettings
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -42,14 +43,14 @@ async def test_a_running_server_is_measured_by_its_address(small_model: Path) ->
     served = ServeSettings(model=str(small_model), ring=RingKind.LOCAL, lanes=2, max_rows=4096)
     async with launch(served, SilentBoard()) as running:
         options = MultiturnOptions(
-            Load(1, 2, 4), Target(address=running.grpc_address), baseline=False, plot=None
+            Load(1, 2, 4), Target(ServerAddress(running.grpc_address)), baseline=False, plot=None
         )
         found = await run_multiturn(ServeSettings(model=str(small_model)), options, SilentBoard())
         assert (found.report.wrong_turns, found.report.rings) == (0, 1)
         assert found.report.reused_tokens == found.report.reusable_tokens > 0
         assert found.samples[-1].busy_s > found.samples[0].busy_s
         nowhere = MultiturnOptions(
-            Load(1, 1, 1), Target(address="127.0.0.1:1"), baseline=False, plot=None
+            Load(1, 1, 1), Target(ServerAddress("127.0.0.1:1")), baseline=False, plot=None
         )
         with pytest.raises(SetupError, match="UNAVAILABLE"):
             await run_multiturn(served, nowhere, SilentBoard())

@@ -16,6 +16,7 @@ from coordinator.driver import RingDriver
 from coordinator.router import Router
 from fakering.model import FakeModel
 from fakering.ring import FakeRing
+from fakering.scripted import ScriptedModel
 from gateway.chat.byte_tokenizer import END, ByteTokenizer
 from gateway.client import Client
 from gateway.http.server import serve_http
@@ -26,7 +27,7 @@ from gateway.settings import GrpcSettings, HttpSettings
 from tests.compat.http_client import Http
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
 MAX_ROWS = 2048
@@ -54,16 +55,18 @@ async def _site(
     drain_s: float = 0.0,
     keepalive_s: float = 30.0,
     host_rows: int = 0,
+    says: Mapping[str, str] | None = None,
+    tokenizer: ByteTokenizer | None = None,
 ) -> AsyncIterator[Site]:
-    end = None if endless else END
-    language = FakeModel(258, low=32, high=127, end_token=end)
+    language = _language(None if endless else END, says or {})
     clock = SystemClock()
     ring = FakeRing(
         2, 4, MAX_ROWS, vocab_size=258, language=language, step_s=step_s, host_rows=host_rows
     )
     driver = RingDriver("ring-0", ring, SchedulerSettings(queue_limit=queue_limit), clock)
     router = Router([driver], session_limit=64)
-    service = GenerationService("fake", router, ByteTokenizer(), clock, random.Random(1))
+    tokens = tokenizer or ByteTokenizer()
+    service = GenerationService("fake", router, tokens, clock, random.Random(1))
     grpc_settings = GrpcSettings(
         drain_s=drain_s, keepalive_s=keepalive_s, keepalive_timeout_s=keepalive_s
     )
@@ -83,9 +86,18 @@ async def _site(
         await driver.stop()
 
 
+def _language(end: int | None, says: Mapping[str, str]) -> FakeModel:
+    encode = ByteTokenizer().encode
+    script = {encode(asked): encode(said) for asked, said in says.items()}
+    opening = encode("<|start|>assistant\n")
+    return ScriptedModel(258, low=32, high=127, end_token=end, opening=opening, script=script)
+
+
 @pytest.fixture
 def site() -> Callable[..., AbstractAsyncContextManager[Site]]:
-    """Makes a site; `endless`: answers that never end by themselves, `step_s`: seconds a frame takes."""
+    """Makes a site; `endless`: answers that never end by themselves, `step_s`: seconds a frame takes, `says`: what is
+    answered to a prompt in which a text stands.
+    """
     return _site
 
 

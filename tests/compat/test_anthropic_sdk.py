@@ -12,8 +12,26 @@ from anthropic import AsyncAnthropic
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from coordinator.requests import FinishReason, Timings, Usage
+from gateway.chat.messages import Message, ToolCall
+from gateway.chat.parts import (
+    AnswerForm,
+    AnswerPart,
+    CallArguments,
+    CallOpened,
+    SaidText,
+    Thought,
+)
 from gateway.http.server import serve_http
 from gateway.settings import HttpSettings
+from gateway.turns import (
+    ChatPrompt,
+    TurnDelta,
+    TurnEvent,
+    TurnFinished,
+    TurnRequest,
+    TurnStarted,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -132,13 +150,104 @@ async def test_claude_codes_query_betas_and_model_names_do_no_harm(sdk: Making) 
         assert answer.model == "fake"
 
 
+LOOK: Any = {"name": "look", "description": "Looks", "input_schema": {"type": "object"}}
+ANSWER: tuple[AnswerPart, ...] = (
+    Thought("Where "),
+    Thought("is it?"),
+    SaidText("I look."),
+    CallOpened(0, "call_a", "look"),
+    CallArguments(0, '{"at": "ho'),
+    CallArguments(0, 'me"}'),
+)
+
+
+def _answering(parts: tuple[AnswerPart, ...], turns: list[TurnRequest]) -> Any:
+    """What generate() tells of an answer of these parts; `turns` gets what it was asked."""
+
+    async def generate(turn: TurnRequest) -> AsyncIterator[TurnEvent]:
+        turns.append(turn)
+        yield TurnStarted(100, 90, None, "ring-0", 0, 0)
+        for part in parts:
+            yield TurnDelta(parts=(part,))
+        calls = sum(isinstance(part, CallOpened) for part in parts)
+        yield TurnFinished(FinishReason.STOP, 2, Usage(100, 90, 30), Timings(), calls, 10)
+
+    return generate
+
+
+async def test_thoughts_and_calls_come_whole_and_in_pieces(
+    sdk: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[TurnRequest] = []
+    ask: Any = {**ASK, "tools": [LOOK], "tool_choice": {"type": "any"}}
+    ask["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    async with sdk() as (client, fake):
+        monkeypatch.setattr(fake.service, "generate", _answering(ANSWER, turns))
+        whole = await client.messages.create(**ask)
+        async with client.messages.stream(**ask) as stream:
+            async for event in stream:
+                assert event.type
+            final = await stream.get_final_message()
+    for answer in (whole, final):
+        thought, text, call = answer.content
+        assert (thought.type, thought.thinking) == ("thinking", "Where is it?")
+        assert thought.signature
+        assert (text.type, text.text) == ("text", "I look.")
+        assert (call.type, call.id, call.name) == ("tool_use", "call_a", "look")
+        assert call.input == {"at": "home"}
+        assert answer.stop_reason == "tool_use"
+        assert answer.usage.output_tokens_details.thinking_tokens == 10
+    assert turns[0].form == AnswerForm(must_call=True)
+
+
+async def test_what_was_answered_can_be_sent_back(
+    sdk: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[TurnRequest] = []
+    async with sdk() as (client, fake):
+        monkeypatch.setattr(fake.service, "generate", _answering(ANSWER, turns))
+        answer = await client.messages.create(**ASK, tools=[LOOK])
+        result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "a tree"}
+        talk = [*HELLO, answer.to_param(), {"role": "user", "content": [result]}]
+        await client.messages.create(**{**ASK, "messages": talk}, tools=[LOOK])
+    prompt = turns[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    _, said, came = prompt.messages
+    assert (said.reasoning, said.content) == ("Where is it?", "I look.")
+    assert said.tool_calls == (ToolCall("look", {"at": "home"}, "call_a"),)
+    assert came == Message("tool", "a tree", tool_call_id="call_a")
+
+
+async def test_headers_name_the_session(sdk: Making, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[TurnRequest] = []
+    named = {"X-Claude-Code-Session-Id": "s1", "X-Claude-Code-Agent-Id": "a1"}
+    async with sdk() as (client, fake):
+        monkeypatch.setattr(fake.service, "generate", _answering(ANSWER, turns))
+        await client.messages.create(**ASK, extra_headers=named)
+        await client.messages.create(**ASK, extra_headers={**named, "X-Session-Id": "mine"})
+        await client.messages.create(**ASK, metadata={"user_id": "user_a_account__session_b2"})
+    assert [turn.session for turn in turns] == ["s1/a1", "mine", "b2"]
+
+
+async def test_an_answer_goes_on_from_what_was_begun(sdk: Making) -> None:
+    async with sdk(endless=True) as (client, _):
+        said = (await client.messages.create(**ASK)).content[0].text
+        begun = [*HELLO, {"role": "assistant", "content": said[:4]}]
+        rest = await client.messages.create(**{**ASK, "messages": begun, "max_tokens": 5})
+        assert rest.content[0].text == said[4:]
+        assert rest.usage.input_tokens <= 1
+
+
 async def test_errors_are_those_that_anthropics_clients_know(sdk: Making) -> None:
     async with sdk() as (client, _):
         long: Any = [{"role": "user", "content": "x" * 3000}]
-        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum") as over:
+        with pytest.raises(
+            anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum"
+        ) as over:
             await client.messages.create(model="fake", messages=long, max_tokens=5, stream=True)
         assert over.value.type == "invalid_request_error"
-        assert over.value.body["request_id"] == over.value.request_id
+        body: Any = over.value.body
+        assert body["request_id"] == over.value.request_id
         with pytest.raises(anthropic.BadRequestError, match="temperature"):
             await client.messages.create(**{**ASK, "extra_body": {"temperature": -1}})
         with pytest.raises(anthropic.NotFoundError) as other:

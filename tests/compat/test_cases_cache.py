@@ -264,7 +264,7 @@ async def test_drafts_through_three_stages_change_no_token(
     assert (await cold(cold_ring, request)).tokens == plain.tokens
     patterns = iter(PATTERNS.values())
 
-    def scripted(job: JobId, wake: Callable[[], object]) -> Drafter:
+    def scripted(job: JobId, wake: Callable[[], object], tenant: str) -> Drafter:
         return _Scripted(plain.tokens, len(request.prompt), next(patterns))
 
     async with ring_of(tiny_model, THREE_STAGES, max_drafts=drafts, drafters=scripted) as driver:
@@ -335,7 +335,7 @@ async def test_a_drafter_takes_nothing_off_the_cache(tiny_model: Path) -> None:
     for pattern in PATTERNS.values():
         turns = iter(plain)
 
-        def scripted(job: JobId, wake: Callable[[], object]) -> Drafter:
+        def scripted(job: JobId, wake: Callable[[], object], tenant: str) -> Drafter:
             truth = next(turns)  # noqa: B023  # the ring of this pattern alone asks
             return _Scripted(truth.tokens, truth.started.prompt_tokens, pattern)  # noqa: B023
 

@@ -128,7 +128,7 @@ async def test_log_probabilities_come_for_every_token(http: Making) -> None:
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"stream": "yes"}, "stream"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "required"}, "tool_choice"),
     ],
 )

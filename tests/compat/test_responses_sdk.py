@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 from gateway.http import streaming
 from gateway.http.server import serve_http
@@ -81,6 +82,60 @@ async def test_a_conversation_sent_again_goes_on_from_its_rows(sdk: Any) -> None
         talk += [*first.output, {"role": "user", "content": "And?"}]
         second = await client.responses.create(**ask, input=talk)
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+
+
+PATH: Any = {
+    "type": "object",
+    "properties": {"path": {"type": "string", "maxLength": 8}},
+    "required": ["path"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "name": "look", "parameters": PATH, "strict": True},
+    {"type": "custom", "name": "patch", "description": "Edits."},
+]
+
+
+async def test_a_tool_loop_with_both_kinds_of_tools(sdk: Any) -> None:
+    async with sdk() as (client, _):
+        talk: list[Any] = [{"role": "user", "content": "Hello"}]
+        ask: Any = {
+            "model": "fake",
+            "tools": TOOLS,
+            "prompt_cache_key": "one",
+            "max_output_tokens": 200,
+        }
+        kinds = []
+        for name, kind in (("look", "function"), ("patch", "custom")):
+            choice = {"type": kind, "name": name}
+            async with client.responses.stream(
+                **ask, input=talk, tool_choice=choice, extra_body={"seed": 3}
+            ) as stream:
+                events = [event async for event in stream]
+                answer = await stream.get_final_response()
+            call = answer.output[-1]
+            kinds.append((call.type, call.name, call.status))
+            whole = "arguments" if kind == "function" else "input"
+            told = [event for event in events if event.type.endswith(f"{whole}.delta")]
+            assert "".join(event.delta for event in told) == getattr(call, whole)
+            output = {"type": f"{call.type}_output", "call_id": call.call_id, "output": "done"}
+            talk += [*answer.output, output]
+        assert kinds == [
+            ("function_call", "look", "completed"),
+            ("custom_tool_call", "patch", "completed"),
+        ]
+        last = await client.responses.create(**ask, input=talk, tool_choice="none")
+        assert last.usage.input_tokens_details.cached_tokens > 0.9 * answer.usage.total_tokens
+
+
+async def test_a_text_format_holds_the_answer(sdk: Any) -> None:
+    class Found(BaseModel):
+        line: int
+        sure: bool
+
+    async with sdk() as (client, _):
+        answer = await client.responses.parse(**GREEDY, text_format=Found)
+        assert isinstance(answer.output_parsed, Found)
 
 
 async def test_errors_before_a_stream_have_a_status_and_a_code(sdk: Any) -> None:

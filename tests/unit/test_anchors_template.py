@@ -334,8 +334,8 @@ def test_what_a_pin_of_a_conversation_names_leaves_its_answer_open(shapes: Shape
 
 
 def test_tools_that_became_a_message_of_their_own_shift_the_others(smollm2: ChatTokenizer) -> None:
-    assert smollm2.render([ASK], [WEATHER]).shift == 1
-    assert smollm2.render([SYSTEM, ASK], [WEATHER]).shift == 0
+    assert smollm2.render([ASK], [WEATHER]).origins == (-1, 0)
+    assert smollm2.render([SYSTEM, ASK], [WEATHER]).origins == (0, 1)
 
 
 def test_only_so_many_heads_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ MIN_TAIL_ROWS = 16
 
 
 def index_of(capacity: int, stored: Sequence[Node] = ()) -> ChainIndex:
-    return ChainIndex(ROOT, capacity, stored, node_rows=NODE_ROWS, min_tail_rows=MIN_TAIL_ROWS)
+    return ChainIndex(capacity, stored, node_rows=NODE_ROWS, min_tail_rows=MIN_TAIL_ROWS)
 
 
 def tokens(seed: int, count: int) -> tuple[int, ...]:
@@ -30,7 +30,7 @@ def tokens(seed: int, count: int) -> tuple[int, ...]:
 
 def keep(index: ChainIndex, lane: Sequence[int]) -> tuple[NodeSpan, ...]:
     """Stores and publishes at once."""
-    spans = index.store(lane)
+    spans = index.store(lane, ROOT)
     index.publish(span.node for span in spans)
     return spans
 
@@ -40,32 +40,32 @@ def test_a_chain_is_found_up_to_where_a_prompt_differs() -> None:
     lane = tokens(1, 200)
     spans = keep(index, lane)
     assert [(span.start, span.end) for span in spans] == [(0, 64), (64, 128), (128, 192)]
-    assert index.match(lane).rows == 192
-    assert index.match((*lane[:100], 5000, *lane[101:])) == ChainMatch(
+    assert index.match(lane, ROOT).rows == 192
+    assert index.match((*lane[:100], 5000, *lane[101:]), ROOT) == ChainMatch(
         (spans[0].node, spans[1].node), 100
     )
-    assert index.match((5000, *lane)) == ChainMatch()
+    assert index.match((5000, *lane), ROOT) == ChainMatch()
 
 
 def test_a_rest_is_kept_from_a_few_rows_on_and_superseded_by_the_whole_block() -> None:
     index = index_of(10_000)
     lane = tokens(1, NODE_ROWS + MIN_TAIL_ROWS)
     first = keep(index, lane)
-    assert index.match(tokens(1, 300)).rows == len(lane)
+    assert index.match(tokens(1, 300), ROOT).rows == len(lane)
     longer = keep(index, tokens(1, 200))
     assert index.take_drops() == (first[-1].node,)
-    assert index.match(tokens(1, 300)).rows == 192
+    assert index.match(tokens(1, 300), ROOT).rows == 192
     assert index.rows == 192
     assert first[0].node not in {span.node for span in longer}
 
 
 def test_what_no_stage_has_acknowledged_is_not_found() -> None:
     index = index_of(10_000)
-    spans = index.store(tokens(1, 128))
-    assert index.match(tokens(1, 128)).rows == 0
+    spans = index.store(tokens(1, 128), ROOT)
+    assert index.match(tokens(1, 128), ROOT).rows == 0
     index.publish([spans[0].node])
-    assert index.match(tokens(1, 128)).rows == NODE_ROWS
-    assert index.store(tokens(1, 128)) == ()
+    assert index.match(tokens(1, 128), ROOT).rows == NODE_ROWS
+    assert index.store(tokens(1, 128), ROOT) == ()
 
 
 def test_a_lost_node_takes_with_it_all_that_hangs_on_it() -> None:
@@ -74,7 +74,7 @@ def test_a_lost_node_takes_with_it_all_that_hangs_on_it() -> None:
     branch = keep(index, (*tokens(1, 128), *tokens(2, 64)))
     index.lose([spans[1].node])
     assert set(index.take_drops()) == {s.node for s in (*spans[1:], *branch)}
-    assert index.match(tokens(1, 256)).rows == NODE_ROWS
+    assert index.match(tokens(1, 256), ROOT).rows == NODE_ROWS
     assert index.rows == NODE_ROWS
 
 
@@ -93,8 +93,8 @@ def test_leaves_go_first_and_the_conversation_used_longest_ago_before_others() -
     index.use(s.node for s in old)
     keep(index, tokens(3, 128))
     assert index.take_drops() == (new[2].node, new[1].node)
-    assert index.match(tokens(1, 192)).rows == 192
-    assert index.match(tokens(2, 192)).rows == NODE_ROWS
+    assert index.match(tokens(1, 192), ROOT).rows == 192
+    assert index.match(tokens(2, 192), ROOT).rows == NODE_ROWS
 
 
 def test_pinned_nodes_stay_and_what_finds_no_room_is_not_stored() -> None:
@@ -102,7 +102,7 @@ def test_pinned_nodes_stay_and_what_finds_no_room_is_not_stored() -> None:
     head = keep(index, tokens(1, 128))
     index.pin([s.node for s in head])
     assert [s.start for s in keep(index, tokens(2, 192))] == [0]
-    assert index.match(tokens(1, 128)).rows == 128
+    assert index.match(tokens(1, 128), ROOT).rows == 128
     assert index.pinned_rows == 128
     index.unpin([s.node for s in head])
     assert index.pinned_rows == 0
@@ -113,12 +113,12 @@ def test_nodes_from_before_a_restart_are_found_and_orphans_are_dropped() -> None
     index, table = index_of(10_000), NodeTable()
     lane = tokens(1, 192)
     for span in keep(index, lane):
-        node = table.make(span, lane)
+        node = table.make(span, lane, ROOT)
         assert node is not None
         table.add(node)
     nodes = [table[node] for node in table.ids()]
     again = index_of(10_000, [nodes[0], nodes[2]])
-    assert again.match(lane).rows == NODE_ROWS
+    assert again.match(lane, ROOT).rows == NODE_ROWS
     assert again.take_drops() == (nodes[2].id,)
 
 
@@ -144,10 +144,10 @@ def test_the_index_and_the_table_that_follows_it_agree_and_stay_within_their_roo
     pinned: set[NodeId] = set()
     for what, lane in steps:
         if what == "store":
-            spans = index.store(lane)
+            spans = index.store(lane, ROOT)
             table.drop(index.take_drops())
             for span in spans:
-                node = table.make(span, lane)
+                node = table.make(span, lane, ROOT)
                 assert node is not None
                 table.add(node)
         elif what == "publish":
@@ -158,19 +158,19 @@ def test_the_index_and_the_table_that_follows_it_agree_and_stay_within_their_roo
                     index.publish([node.id])
                     parents.add(node.id)
         elif what == "lose":
-            index.lose(index.match(lane).nodes[-1:])
+            index.lose(index.match(lane, ROOT).nodes[-1:])
         elif what == "use":
-            index.use(index.match(lane).nodes)
+            index.use(index.match(lane, ROOT).nodes)
         elif what == "pin":
-            index.pin(index.match(lane).nodes)
-            pinned.update(index.match(lane).nodes)
+            index.pin(index.match(lane, ROOT).nodes)
+            pinned.update(index.match(lane, ROOT).nodes)
         table.drop(index.take_drops())
         assert index.rows == sum(table[node].rows for node in table.ids()) <= index.capacity
         assert all(node in index for node in table.ids())
         assert len(index) == len(table)
         for node in (table[n] for n in table.ids()):
             assert node.parent == ROOT or node.parent in table
-        assert index.match(lane).rows == _deepest(index, table, lane)
+        assert index.match(lane, ROOT).rows == _deepest(index, table, lane)
         pinned &= set(table.ids())  # what is lost and stored again is not pinned any more
         assert all(index.is_pinned(n) for n in pinned)
 
@@ -190,22 +190,22 @@ def _deepest(index: ChainIndex, table: NodeTable, lane: Sequence[int]) -> int:
 @pytest.mark.parametrize("rows", [0, NODE_ROWS - 1])
 def test_a_store_without_room_for_a_block_stores_nothing_and_ends(rows: int) -> None:
     index = index_of(rows)
-    assert index.store(tokens(1, 300)) == ()
+    assert index.store(tokens(1, 300), ROOT) == ()
     assert index.rows == 0
 
 
 @pytest.mark.parametrize("block", [4, 2])
 def test_a_checkpoint_on_its_way_is_not_given_up_in_the_same_frame(block: int) -> None:
     """A drop goes out before what stores: stages would keep for ever what the index has forgotten."""
-    index = ChainIndex(root_of("x"), 1000, node_rows=4, min_tail_rows=1, checkpoints=1)
+    index = ChainIndex(1000, node_rows=4, min_tail_rows=1, checkpoints=1)
     first, other = tuple(range(1, 1 + block)), tuple(range(11, 11 + block))
-    index.publish(span.node for span in index.store(first))
-    marked = index.store(first, ends=(block,))
+    index.publish(span.node for span in index.store(first, ROOT))
+    marked = index.store(first, ROOT, ends=(block,))
     assert [span.checkpoint for span in marked] == [True]
-    beside = index.store(other, ends=(block,))
+    beside = index.store(other, ROOT, ends=(block,))
     assert index.take_checkpoint_drops() == ()
     assert index.take_drops() == ()
     assert not any(span.checkpoint for span in beside)
     index.publish(span.node for span in (*marked, *beside))
-    assert any(span.checkpoint for span in index.store(other, ends=(block,)))
+    assert any(span.checkpoint for span in index.store(other, ROOT, ends=(block,)))
     assert index.take_checkpoint_drops() or index.take_drops(), "acknowledged, it may go"

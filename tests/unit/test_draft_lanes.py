@@ -89,10 +89,10 @@ class _Watched(DraftModel):
 class _Asker:
     """A job's drafter, and what its driver would do: wait to be woken, then ask again."""
 
-    def __init__(self, model: _Watched, prompt: Sequence[int]) -> None:
+    def __init__(self, model: _Watched, prompt: Sequence[int], tenant: str = "") -> None:
         self.model = model
         self.woken = threading.Semaphore(0)
-        self.drafter: Drafter = model.drafter(JobId(0), self.woken.release)
+        self.drafter: Drafter = model.drafter(JobId(0), self.woken.release, tenant)
         self.drafter.extend(prompt)
 
     def draft(self, guess: Sequence[int], limit: int) -> tuple[int, ...]:
@@ -193,6 +193,22 @@ def test_a_long_context_is_caught_up_in_chunks_and_holds_nobody_up() -> None:
     assert any(len(call.lanes) == 2 for call in slice_.calls[before:])
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_rows_of_one_tenants_jobs_are_nothing_to_anothers(lanes: int) -> None:
+    """How soon drafts come, and how many, would tell him what the other asked."""
+    rows = []
+    with _hashing(lanes) as (slice_, model):
+        for tenant in ("a", "a", "b", "", "b", "a"):
+            before = len(slice_.calls)
+            job = _Asker(model, _prompt(0), tenant)
+            assert job.caught_up() == _line(_prompt(0), 4)
+            job.drafter.close()
+            rows.append(sum(slice_.calls[before].widths))
+    whole = len(_prompt(0))
+    kept = 1 if lanes == 2 else whole
+    assert rows == [whole, 1, whole, whole, kept, whole]
+
+
 def test_a_slow_model_catches_up_in_smaller_chunks() -> None:
     pace = Pace()
     first = pace.rows
@@ -282,7 +298,7 @@ class _Scripted:
 def test_the_first_drafter_with_an_idea_is_heard(first, second, said) -> None:
     drafters = [_Scripted(first), _Scripted(second)]
     made = iter(drafters)
-    both = first_of(*[lambda job, wake: next(made)] * 2)(JobId(1), lambda: None)
+    both = first_of(*[lambda *_: next(made)] * 2)(JobId(1), lambda: None, "")
     both.extend((4, 5))
     assert both.draft((6,), 3) == said
     both.close()

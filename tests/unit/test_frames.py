@@ -76,6 +76,7 @@ def test_an_illegal_segment_does_not_construct(changes: dict[str, object], messa
         ((-1, 1, 0, DIGEST), "lane is negative"),
         ((0, 1, -1, DIGEST), "cached_prefix is negative"),
         ((0, 1, 0, DIGEST + b"x"), "prefix_digest has a wrong length"),
+        ((0, 1, 0, DIGEST, b"x"), "root has a wrong length"),
     ],
 )
 def test_an_illegal_opening_does_not_construct(fields: tuple[object, ...], message: str) -> None:

@@ -16,6 +16,13 @@ CLIENT_ERRORS = [
     (errors.RequestTooLarge(received_bytes=9, limit_bytes=8), "RESOURCE_EXHAUSTED", 413),
     (errors.ModelNotFound(model="a", served="b"), "NOT_FOUND", 404),
     (errors.QueueFull(waiting=3, retry_after_s=1.5), "RESOURCE_EXHAUSTED", 429),
+    (
+        errors.RateLimited(what="jobs at once", limit=2, retry_after_s=1.0),
+        "RESOURCE_EXHAUSTED",
+        429,
+    ),
+    (errors.InvalidApiKey(given=True), "UNAUTHENTICATED", 401),
+    (errors.NotAnOperator(), "PERMISSION_DENIED", 403),
     (errors.RingUnavailable("loading"), "UNAVAILABLE", 503),
     (errors.Cancelled(), "CANCELLED", None),
     (errors.DeadlineExceeded(), "DEADLINE_EXCEEDED", 504),

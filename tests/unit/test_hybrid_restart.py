@@ -67,9 +67,7 @@ async def driven(
 ) -> AsyncIterator[RingDriver]:
     config = RingConfig(model, "hybrid", splits, 1, 512, kv_host_bytes=2**26, kv_disk=disk, **rest)
     ring = LocalRing(config)
-    driver = RingDriver(
-        "ring-0", ring, SchedulerSettings(), SystemClock(), lambda job, wake: NoDrafter()
-    )
+    driver = RingDriver("ring-0", ring, SchedulerSettings(), SystemClock(), lambda *_: NoDrafter())
     await driver.start(lambda _: None)
     try:
         yield driver

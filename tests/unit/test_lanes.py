@@ -101,3 +101,55 @@ def test_a_request_without_reuse_starts_at_row_0() -> None:
     ledger, table = _table(1)
     _seat(table, ledger, 0, _A, _HEAD)
     assert table.choose((*_HEAD, 1), _A, reuse=False, most=_MOST) == LaneChoice(LaneId(0), 0)
+
+
+def test_a_side_call_leaves_its_sessions_conversation_alone() -> None:
+    """It shares a session with the conversation, and hardly a token: a title, a probe."""
+    ledger, table = _table(2)
+    _seat(table, ledger, 0, _A, (*_HEAD, 1, 2, 3))
+    assert table.choose((100, 7, 8), _A, reuse=True, most=_MOST) == LaneChoice(LaneId(1), 0)
+    _seat(table, ledger, 1, _A, (100, 7, 8))
+    assert table.choose((*_HEAD, 1, 2, 3, 4), _A, reuse=True, most=_MOST) == LaneChoice(
+        LaneId(0), 23
+    )
+
+
+def test_a_rewritten_end_is_computed_in_place() -> None:
+    ledger, table = _table(2)
+    _seat(table, ledger, 0, _A, (*_HEAD, 1, 2, 3))
+    assert table.choose((*_HEAD, 9), _A, reuse=True, most=_MOST) == LaneChoice(LaneId(0), 20)
+
+
+def test_further_side_calls_take_the_lanes_of_earlier_ones() -> None:
+    ledger, table = _table(2)
+    _seat(table, ledger, 0, _A, (*_HEAD, 1, 2, 3))
+    for first in (7, 8, 9):
+        prompt = (first, 1, 2)
+        choice = table.choose(prompt, _A, reuse=True, most=_MOST)
+        assert choice == LaneChoice(LaneId(1), 0)
+        _seat(table, ledger, 1, _A, prompt)
+
+
+def test_a_conversation_that_began_anew_outlives_the_one_before_it() -> None:
+    """Long ago a session's lane may have been longer than the one it uses now."""
+    ledger, table = _table(2)
+    _seat(table, ledger, 0, _A, tuple(range(50)))
+    for _ in range(4):
+        _seat(table, ledger, 1, _A, _HEAD)
+    assert table.choose((7, 8, 9), _A, reuse=True, most=_MOST) == LaneChoice(LaneId(0), 0)
+
+
+def test_a_side_call_takes_what_nobody_owns_before_its_own_sessions_lane() -> None:
+    ledger, table = _table(2)
+    _seat(table, ledger, 0, _A, (*_HEAD, 1, 2, 3))
+    _seat(table, ledger, 1, _B, (4, 5, 6))
+    table.disown(_B)
+    assert table.choose((7, 8, 9), _A, reuse=True, most=_MOST) == LaneChoice(LaneId(1), 0)
+
+
+def test_a_conversation_without_a_session_survives_a_stranger_that_begins_alike() -> None:
+    ledger, table = _table(2)
+    table.take(LaneChoice(LaneId(0), 0), JobId(0), None)
+    _fill(ledger, 0, (*_HEAD, 1, 2, 3))
+    table.release(LaneId(0))
+    assert table.choose((100, 7, 8), None, reuse=True, most=_MOST) == LaneChoice(LaneId(1), 0)

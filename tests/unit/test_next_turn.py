@@ -18,7 +18,7 @@ from fakering.ring import FakeRing
 from gateway.chat.boundaries import AddedTokens
 from gateway.chat.byte_tokenizer import _SPECIALS, END, ByteTokenizer
 from gateway.chat.conversation import TemplateDict
-from gateway.chat.messages import Message
+from gateway.chat.messages import Message, ToolCall
 from gateway.chat.templates import ChatRenderer
 from gateway.next_turn import next_wish
 from gateway.service import GenerationService
@@ -56,20 +56,38 @@ def _history(tokenizer: ByteTokenizer, prompt: ChatPrompt, said: str) -> History
 
 def test_nothing_is_foreseen_where_the_rows_are_there_already() -> None:
     tokenizer, prompt = ByteTokenizer(), ChatPrompt((Message("user", "Hello"),))
+    said = Message("assistant", "Hi there, how are you?")
     history = _history(tokenizer, prompt, "Hi there, how are you?")
-    assert next_wish(tokenizer, SESSION, prompt, "Hi there, how are you?", history) is None
+    assert next_wish(tokenizer, SESSION, prompt, said, history) is None
 
 
 def test_a_rewritten_history_is_foreseen_up_to_what_nobody_can_know() -> None:
     tokenizer, prompt = ThinkingTokenizer(), ChatPrompt((Message("user", "Hello"),))
     said = "thinking.... and the answer"
-    wish = next_wish(tokenizer, SESSION, prompt, said, _history(tokenizer, prompt, said))
+    history = _history(tokenizer, prompt, said)
+    wish = next_wish(tokenizer, SESSION, prompt, Message("assistant", said), history)
     assert wish is not None
     known = tokenizer.decode(wish.tokens, skip_special=False)
     assert known == (
         "<|start|>user\nHello<|end|>\n<|start|>assistant\n and the answer<|end|>\n<|start|>user\n"
     )
     assert all(place < len(wish.tokens) for place in wish.boundaries)
+
+
+def test_calls_are_foreseen_with_the_results_that_will_follow() -> None:
+    tokenizer, prompt = ByteTokenizer(), ChatPrompt((Message("user", "Hello"),))
+    written = '<tool_call>{"name":"f", "arguments":{}}</tool_call>'
+    said = Message("assistant", None, tool_calls=(ToolCall("f", "{}", "call_1"),))
+    wish = next_wish(tokenizer, SESSION, prompt, said, _history(tokenizer, prompt, written))
+    assert wish is not None
+    assert tokenizer.decode(wish.tokens, skip_special=False) == (
+        "<|start|>user\nHello<|end|>\n<|start|>assistant\n"
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|end|>\n'
+        "<|start|>user\n<tool_response>\n"
+    )
+    as_rendered = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    history = _history(tokenizer, prompt, as_rendered)
+    assert next_wish(tokenizer, SESSION, prompt, said, history) is None
 
 
 async def test_a_model_that_thinks_starts_its_next_turn_warm() -> None:

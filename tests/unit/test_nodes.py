@@ -66,7 +66,7 @@ class Driven(Ledger):
 def ledger() -> Driven:
     """Lane A holds TOKENS, stored as three nodes."""
     ledger = Driven(2, 16)
-    open_a = OpenLane(A, JobId(1), 0, digest_of(()))
+    open_a = OpenLane(A, JobId(1), 0, digest_of(()), ROOT)
     prefill = Segment(A, JobId(1), 0, TOKENS, SegmentKind.PREFILL)
     applied = ledger.take([open_a], [prefill], [StoreNodes(A, SPANS)])
     assert applied.stores == (StoreNodes(A, SPANS),)
@@ -80,7 +80,7 @@ def codes(applied: Applied) -> list[RefusalCode]:
 
 def test_a_lane_goes_on_from_nodes(ledger: Driven) -> None:
     load = LoadNodes(B, 0, 10, IDS)
-    opening = OpenLane(B, JobId(2), 10, digest_of(TOKENS[:10]))
+    opening = OpenLane(B, JobId(2), 10, digest_of(TOKENS[:10]), ROOT)
     applied = ledger.take([load, opening])
     assert applied.moves == (load,)
     assert not applied.refusals
@@ -127,7 +127,7 @@ def test_a_load_begins_in_its_first_node(ledger: Driven, load: LoadNodes) -> Non
 
 
 def test_a_loaded_lane_takes_nothing_before_it_is_opened(ledger: Driven) -> None:
-    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()))])
+    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()), ROOT)])
     more = Segment(B, JobId(2), 12, (1, 2), SegmentKind.PREFILL)
     assert codes(ledger.take([LoadNodes(B, 0, 12, IDS)], [more])) == [RefusalCode.BAD_FRAME]
     assert ledger.tokens(B) == TOKENS
@@ -136,7 +136,7 @@ def test_a_loaded_lane_takes_nothing_before_it_is_opened(ledger: Driven) -> None
 def test_a_load_behind_other_tokens_is_refused(ledger: Driven) -> None:
     """The rows of a node were computed behind its ancestors' tokens, and behind no others."""
     other = Segment(B, JobId(2), 0, (1, 2, 3, 4), SegmentKind.PREFILL)
-    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()))], [other])
+    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()), ROOT)], [other])
     assert codes(ledger.take([LoadNodes(B, 4, 8, IDS[1:2])])) == [RefusalCode.KV_CONTENT]
 
 
@@ -150,7 +150,7 @@ def test_a_load_beyond_the_lanes_last_row_is_refused() -> None:
     small, large = Driven(1, 8), Driven(1, 16)
     for ledger in (small, large):
         for span in SPANS:
-            node = ledger.nodes.make(span, TOKENS)
+            node = ledger.nodes.make(span, TOKENS, ROOT)
             assert node is not None
             ledger.nodes.add(node)
     assert not large.take([LoadNodes(A, 0, 12, IDS)]).refusals
@@ -204,7 +204,7 @@ def test_a_frame_that_was_applied_stores_and_drops_nothing_again(ledger: Driven)
 
 
 def test_a_node_once_made_stays_as_it_is() -> None:
-    table, first = NodeTable(), NodeTable().make(SPANS[0], TOKENS)
+    table, first = NodeTable(), NodeTable().make(SPANS[0], TOKENS, ROOT)
     assert first is not None
     table.add(first)
     table.add(replace(first, start=1))
@@ -219,7 +219,7 @@ def test_a_parent_that_is_gone_is_named_with_its_child(ledger: Driven) -> None:
 def test_a_node_is_no_node_behind_other_tokens_than_its_ancestors(ledger: Driven) -> None:
     other = Segment(B, JobId(2), 0, (1, 2, 3, 4, *TOKENS[4:8]), SegmentKind.PREFILL)
     ledger.take([DropNodes(IDS[1:])])
-    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()))], [other])
+    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()), ROOT)], [other])
     assert ledger.take(after=[StoreNodes(B, SPANS[1:2])]).lost == (IDS[1],)
 
 
@@ -255,9 +255,9 @@ def test_each_guard_is_needed(guard: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Ledger, guard, lambda self, *_: None)
     ledger = Driven(2, 16)
     prefill = Segment(A, JobId(1), 0, TOKENS, SegmentKind.PREFILL)
-    ledger.take([OpenLane(A, JobId(1), 0, digest_of(()))], [prefill], [StoreNodes(A, SPANS)])
+    ledger.take([OpenLane(A, JobId(1), 0, digest_of(()), ROOT)], [prefill], [StoreNodes(A, SPANS)])
     other = Segment(B, JobId(2), 0, (1, 2, 3, 4), SegmentKind.PREFILL)
-    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()))], [other])
+    ledger.take([OpenLane(B, JobId(2), 0, digest_of(()), ROOT)], [other])
     wrong = {
         "_node_guard": LoadNodes(A, 0, 9, (IDS[0], IDS[2])),
         "_gap_guard": LoadNodes(B, 8, 12, IDS[2:]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,11 @@ from coordinator.frames import (
 )
 from coordinator.lanes import LaneChoice, LaneTable
 from coordinator.ledger import Ledger
+from coordinator.nodes import root_of
 from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY, Request, SessionId, TokenDelta
+from fakering.model import FakeModel
+from fakering.ring import describe
 from fakering.texts import novel
 from stage.config import RingConfig
 from stage.local_ring import LocalRing
@@ -134,15 +138,16 @@ async def test_the_test_above_could_fail(tiny_model: Path) -> None:
 
 def _foresight(*, exact: bool, state_rows: int = 0) -> tuple[Foresight, Ledger]:
     """A session's lane with a prompt of 100 rows and 50 generated ones behind it."""
+    info = replace(describe("fake", FakeModel(vocab_size=200), 1, 1, 512), exact=exact)
     ledger = Ledger(1, 512, state_rows=state_rows)
     lanes = LaneTable(ledger, 8)
     rows = (*_PROMPT, *range(_ANSWER))
-    opening = OpenLane(LaneId(0), JobId(1), 0, digest_of(()))
+    opening = OpenLane(LaneId(0), JobId(1), 0, digest_of(()), root_of(info.model_fingerprint))
     segment = Segment(LaneId(0), JobId(1), 0, rows, SegmentKind.PREFILL)
     ledger.apply(Frame(Epoch(0), Seq(0), (opening,), (segment,)))
     lanes.take(LaneChoice(LaneId(0), 0), JobId(1), _SESSION)
     lanes.release(LaneId(0))
-    foresight = Foresight(ledger, lanes, _SETTINGS, exact=exact)
+    foresight = Foresight(ledger, lanes, _SETTINGS, info)
     foresight.ended(Request(_PROMPT, session=_SESSION, boundaries=_BOUNDARIES), 0)
     return foresight, ledger
 

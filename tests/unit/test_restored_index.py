@@ -31,7 +31,6 @@ NODES = chain(40, 64, 128, 150, 160)  # [0, 40) and [0, 64), [64, 128), [128, 15
 
 def index_of(resumable: Sequence[Node], checkpoints: int | None = 9) -> ChainIndex:
     return ChainIndex(
-        ROOT,
         10_000,
         NODES,
         node_rows=64,
@@ -44,26 +43,26 @@ def index_of(resumable: Sequence[Node], checkpoints: int | None = 9) -> ChainInd
 def test_a_restored_conversation_goes_on_from_its_deepest_checkpoint() -> None:
     head, first, second, shorter, longer = NODES
     index = index_of([head, second, longer])
-    assert index.match(TOKENS).rows == 160
-    assert index.match(TOKENS).nodes == (first.id, second.id, longer.id)
-    assert index.match(TOKENS[:159]).rows == 128
-    assert index.match(TOKENS[:100]).rows == 40
+    assert index.match(TOKENS, ROOT).rows == 160
+    assert index.match(TOKENS, ROOT).nodes == (first.id, second.id, longer.id)
+    assert index.match(TOKENS[:159], ROOT).rows == 128
+    assert index.match(TOKENS[:100], ROOT).rows == 40
     assert set(index.resumable()) == {head.id, second.id, longer.id}
     # A part of a block without its state is worth nothing; whole blocks may get theirs again.
     assert index.take_drops() == (shorter.id,)
-    assert [span.end for span in index.store(TOKENS[:64], ends=(64,))] == [64]
-    assert index.store(TOKENS[:128], ends=(128,)) == ()
+    assert [span.end for span in index.store(TOKENS[:64], ROOT, ends=(64,))] == [64]
+    assert index.store(TOKENS[:128], ROOT, ends=(128,)) == ()
 
 
 def test_without_their_states_restored_nodes_are_no_place_to_go_on_from() -> None:
     index = index_of([])
-    assert (index.match(TOKENS).rows, tuple(index.resumable())) == (0, ())
+    assert (index.match(TOKENS, ROOT).rows, tuple(index.resumable())) == (0, ())
     assert not index.loadable([NODES[1].id])
 
 
 def test_models_without_recurrent_layers_take_all_nodes() -> None:
     index = index_of([], checkpoints=None)
-    assert (index.match(TOKENS).rows, index.take_drops()) == (160, ())
+    assert (index.match(TOKENS, ROOT).rows, index.take_drops()) == (160, ())
     assert tuple(index.resumable()) == ()
 
 

@@ -51,6 +51,36 @@ def test_an_exact_resend_keeps_its_ids() -> None:
     assert splice(history, "q|ab|", _encode, _is_special) == history.token_ids
 
 
+def test_a_branch_in_between_leaves_a_conversation_its_ids() -> None:
+    """A side call of the same session, such as for a title, has another beginning and ids of its own."""
+    table, session = SessionTable(limit=2), SessionId("1")
+    main = History("q|ab|", (ord("q"), _END, ord("a"), ord("b"), _END))
+    side = History("t|ab|", (ord("t"), _END, ord("a"), ord("b"), _END))
+    for history in (main, side):
+        table.remember(session, history)
+    known = table.history(session)
+    assert known == History(side.text, side.token_ids, (main,))
+    assert splice(known, "q|ab|next", _encode, _is_special) == (*main.token_ids, *_encode("next"))
+    assert splice(known, "t|ab|next", _encode, _is_special) == (*side.token_ids, *_encode("next"))
+    longer = History("q|ab|next|", (*main.token_ids, *_encode("next|")))
+    table.remember(session, longer)
+    assert table.history(session) == History(longer.text, longer.token_ids, (side,))
+
+
+def test_branches_are_few_and_count_as_bytes() -> None:
+    table, session = SessionTable(limit=2, history_bytes=50_000), SessionId("1")
+    for name in "abcdefgh":
+        table.remember(session, History(name * 1000, (1,) * 1000))  # some 9 kB
+    known = table.history(session)
+    assert known is not None
+    assert [each.text[0] for each in known.branches()] == ["h", "g", "f", "e"]
+    table.remember(SessionId("2"), History("x" * 1000, (1,) * 1000))
+    assert table.history(session) is not None
+    table.remember(SessionId("2"), History("y" * 1000, (1,) * 1000))
+    assert table.history(session) is None
+    assert len(table) == 2
+
+
 def test_the_session_used_longest_ago_is_forgotten_first() -> None:
     table = SessionTable(limit=2)
     one, two, three = SessionId("1"), SessionId("2"), SessionId("3")

@@ -87,22 +87,21 @@ class Chain:
     def store(self, lane: int = 0, prompt: tuple[int, ...] = PROMPT) -> Reply:
         """The lane computes the prompt and becomes nodes, in one frame."""
         after = (StoreNodes(LaneId(lane), self.spans(prompt)),)
-        return self.frame((opening(lane),), (prefill(lane, prompt),), after)
+        return self.frame((self.opening(lane),), (prefill(lane, prompt),), after)
 
     def load(self, lane: int = 1, ops: tuple[Op, ...] = ()) -> Reply:
         """A lane begins with the nodes' rows and goes on."""
         end = CUTS[-1]
-        ops = (*ops, LoadNodes(LaneId(lane), 0, end, self.ids), opening(lane, PROMPT[:end]))
+        ops = (*ops, LoadNodes(LaneId(lane), 0, end, self.ids), self.opening(lane, PROMPT[:end]))
         return self.frame(ops, (prefill(lane, PROMPT[end:], end),))
 
+    def opening(self, lane: int, prefix: tuple[int, ...] = ()) -> OpenLane:
+        return OpenLane(LaneId(lane), JOB, len(prefix), digest_of(prefix), self.root)
+
     def cold(self) -> tuple[int, ...]:
-        reply = self.frame((opening(COLD),), (prefill(COLD, PROMPT),))
+        reply = self.frame((self.opening(COLD),), (prefill(COLD, PROMPT),))
         assert reply.refusals == ()
         return reply.segments[0].tokens
-
-
-def opening(lane: int, prefix: tuple[int, ...] = ()) -> OpenLane:
-    return OpenLane(LaneId(lane), JOB, len(prefix), digest_of(prefix))
 
 
 def prefill(lane: int, tokens: tuple[int, ...], start: int = 0) -> Segment:
@@ -140,7 +139,7 @@ def assert_gap(reply: Reply, stage: int, lost: tuple[NodeId, ...]) -> None:
 
 def test_nodes_of_one_lane_are_bit_identical_rows_of_another(chain: Chain) -> None:
     assert chain.store().lost == ()
-    chain.frame((opening(0),), (prefill(0, PROMPT[::-1]),))  # nodes are copies
+    chain.frame((chain.opening(0),), (prefill(0, PROMPT[::-1]),))  # nodes are copies
     assert_served(chain, chain.load())
     for stage in chain.stages:
         rows = stage.model.rows
@@ -177,7 +176,7 @@ def test_a_node_is_dropped_in_the_order_of_the_ops(chain: Chain) -> None:
     end = CUTS[-1]
     loading = LoadNodes(LaneId(1), 0, end, chain.ids)
     segment = prefill(1, PROMPT[end:], end)
-    reply = chain.frame((loading, dropping, opening(1, PROMPT[:end])), (segment,))
+    reply = chain.frame((loading, dropping, chain.opening(1, PROMPT[:end])), (segment,))
     assert_served(chain, reply)
     assert all(stage.store.missing(chain.ids) == chain.ids[1:] for stage in chain.stages)
 
@@ -196,7 +195,7 @@ def test_what_one_stage_has_no_room_for_is_lost(chain: Chain) -> None:
 
 
 def test_rows_that_turn_out_not_to_be_numbers_become_no_nodes(chain: Chain) -> None:
-    chain.frame((opening(0),), (prefill(0, PROMPT),))
+    chain.frame((chain.opening(0),), (prefill(0, PROMPT),))
     keys, _ = chain.stages[2].model.rows.view(0, 0, 10)
     keys.fill_(float("nan"))
     reply = chain.frame(
@@ -209,7 +208,7 @@ def test_rows_that_turn_out_not_to_be_numbers_become_no_nodes(chain: Chain) -> N
 
 
 def test_a_frame_refused_whole_makes_no_nodes(chain: Chain) -> None:
-    chain.frame((opening(0),), (prefill(0, PROMPT),))
+    chain.frame((chain.opening(0),), (prefill(0, PROMPT),))
     after = (StoreNodes(LaneId(0), chain.spans()),)
     early = Frame(Epoch(0), Seq(chain.next_seq + 1), after=after)
     reply = chain.carry(FrameMessage(Epoch(0), early))
@@ -265,7 +264,7 @@ def test_a_damaged_file_costs_a_miss_and_never_a_token(tiny_model: Path, tmp_pat
         data[-5] ^= 1
         (tmp_path / name).write_bytes(data)
         assert_gap(chain.load(), 1, chain.ids[1:])
-        reply = chain.frame((opening(1),), (prefill(1, PROMPT),))
+        reply = chain.frame((chain.opening(1),), (prefill(1, PROMPT),))
         assert reply.segments[0].tokens == chain.cold()
 
 

@@ -39,6 +39,7 @@ from coordinator.frames import (
     StageTiming,
     StoreNodes,
 )
+from coordinator.nodes import root_of
 from coordinator.prefixes import digest_of
 from coordinator.requests import RowLogprobs, SamplingSpec
 from stage import wire
@@ -62,10 +63,10 @@ def frame_message(dtype: torch.dtype = torch.float32, seq: int = 7) -> FrameMess
         CopyRows(LaneId(1), LaneId(0), 4),
         DropNodes((NODES[2],)),
         LoadNodes(LaneId(0), 4, 9, NODES[:2]),
-        OpenLane(LaneId(0), JobId(9), 4, digest_of((1, 2, 3, 4))),
+        OpenLane(LaneId(0), JobId(9), 4, digest_of((1, 2, 3, 4)), root_of("model", "tenant")),
     )
     after = (StoreNodes(LaneId(0), (NodeSpan(NODES[1], NODES[0], 64, 100),)),)
-    segments = (segment(), segment(1, (5,)))
+    segments = (segment(masks=(b"\x01\xff\0", b"")), segment(1, (5,)))
     return FrameMessage(
         opened=Epoch(2),
         frame=Frame(Epoch(3), Seq(seq), ops, segments, alone=True, after=after),
