@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.synced
 PROTO := proto/ringserve/v1/generation.proto
 
-.PHONY: sync lint type test cluster demo proto fuzz screenshot
+.PHONY: sync lint type test cluster demo docs proto fuzz screenshot
 
 sync: $(STAMP)
 
@@ -31,6 +31,9 @@ cluster: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/ringserve demo
+
+docs: $(STAMP)
+	$(BIN)/python -m gateway.cli.reference docs/configuration.md
 
 # The virtual path makes the generated code import itself from gateway.pb; it holds for one .proto file.
 proto: $(STAMP)

@@ -23,20 +23,20 @@ from coordinator.router import Router
 from gateway.chat.tokenizer import ChatTokenizer
 from gateway.drafting import open_drafters
 from gateway.fronts import together
-from gateway.guard import open_guard
 from gateway.http.server import serve_http
-from gateway.loading import LoadRecord
 from gateway.models import find_model
-from gateway.observing import open_observing
+from gateway.observing.compose import open_observing
+from gateway.observing.loading import LoadRecord
+from gateway.observing.recent_turns import RecentTurns
+from gateway.observing.sights import Sights
 from gateway.progress import ProgressBoard
-from gateway.quotas import Quotas
 from gateway.ray_address import check_ray
-from gateway.recent_turns import RecentTurns
 from gateway.rings import RingSet
 from gateway.rpc.server import serve_grpc
+from gateway.safety.guard import open_guard
+from gateway.safety.quotas import Quotas
 from gateway.service import GenerationService
 from gateway.settings import Device, Dtype, RingKind, ServeSettings
-from gateway.sights import Sights
 
 if TYPE_CHECKING:
     from stage.config import RingConfig

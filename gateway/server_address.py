@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.errors import InvalidSetting
-from gateway.access import split_keys
-from gateway.tls import read_pem
+from gateway.safety.keys import split_keys
+from gateway.safety.tls import read_pem
 
 _PLAIN, _ENCRYPTED = "grpc://", "grpcs://"
 

@@ -40,11 +40,11 @@ from gateway.chat.messages import Message
 from gateway.chat.tokenizer import ChatTokenizer, RenderedPrompt
 from gateway.forms import answer_grammar, answer_parser
 from gateway.limits import check_prompt, check_size, check_turn
-from gateway.metering import metered
 from gateway.next_turn import next_wish
-from gateway.observers import TurnObserver, watching
+from gateway.observing.observers import TurnObserver, watching
 from gateway.open_turns import OpenTurn, OpenTurns
-from gateway.quotas import Quotas
+from gateway.safety.metering import metered
+from gateway.safety.quotas import Quotas
 from gateway.turns import (
     ChatPrompt,
     Prompt,

@@ -1,7 +1,7 @@
 """What a ringserve process is told to do: one frozen record, checked when it is made.
 
 Defaults are written here (and in coordinator/config.py) once; the command line shows them from here. Nothing here reads
-the environment: gateway/cli.py does, by each flag's RINGSERVE_* name.
+the environment: gateway/cli/app.py does, by each flag's RINGSERVE_* name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from coordinator.config import SchedulerSettings
 from coordinator.errors import InvalidSetting
-from gateway.observe_settings import ObserveSettings
-from gateway.safety import SafetySettings
+from gateway.observing.settings import ObserveSettings
+from gateway.safety.settings import SafetySettings
 
 KV_DISK_BYTES = 16 * 2**30
 

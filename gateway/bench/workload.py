@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 
 from gateway.chat.messages import Message
-from gateway.dialogue import SYSTEM, TOOLS
+from gateway.cli.dialogue import SYSTEM, TOOLS
 
 _MODULES = (
     "dates",

@@ -8,7 +8,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.guard import OPEN, Guard
 from gateway.http.anthropic.errors import error_body
 from gateway.http.anthropic.messages import Messages
 from gateway.http.document import Document
@@ -20,8 +19,9 @@ from gateway.http.openai.responses import Responses
 from gateway.http.operators import Operators
 from gateway.http.status.feed import Feed
 from gateway.http.status.page import StatusPage
-from gateway.loading import LoadRecord
-from gateway.metrics.exposition import Metrics
+from gateway.observing.loading import LoadRecord
+from gateway.observing.metrics.exposition import Metrics
+from gateway.safety.guard import OPEN, Guard
 from gateway.service import GenerationService
 
 

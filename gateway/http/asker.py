@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.requests import SessionId
-from gateway.guard import session_of
+from gateway.safety.guard import session_of
 from gateway.turns import TurnRequest
 
 

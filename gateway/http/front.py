@@ -16,11 +16,11 @@ from starlette.routing import Route
 
 from coordinator.errors import InvalidApiKey, RequestTooLarge
 from gateway.errors import is_internal
-from gateway.guard import OPEN, Guard
 from gateway.http.asker import Asker
 from gateway.http.errors import CLIENT_CLOSED, Dialect, error_response, request_id_headers
 from gateway.http.fields import Fields, parse
 from gateway.http.streaming import ClientGone
+from gateway.safety.guard import OPEN, Guard
 from gateway.service import GenerationService
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from gateway.http.front import Front
 from gateway.http.openai.errors import OPENAI
-from gateway.metrics.exposition import Metrics
+from gateway.observing.metrics.exposition import Metrics
 
 
 class Scraping:

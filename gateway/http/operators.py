@@ -13,7 +13,7 @@ from starlette.routing import Route
 from coordinator.driver import RingStatus
 from gateway.http.front import Front
 from gateway.http.openai.errors import OPENAI
-from gateway.loading import LoadRecord
+from gateway.observing.loading import LoadRecord
 
 
 class Operators:

@@ -12,22 +12,22 @@ from contextlib import asynccontextmanager
 import uvicorn
 
 from coordinator.errors import InvalidSetting
-from gateway.guard import OPEN, Guard
 from gateway.http.app import make_app
 from gateway.http.connection import ConnectionConfig
 from gateway.http.status.feed import Feed
 from gateway.http.status.snapshot import Snapshots
+from gateway.observing.sights import Sights
+from gateway.safety.guard import OPEN, Guard
+from gateway.safety.tls import ServerTls
 from gateway.service import GenerationService
 from gateway.settings import HttpSettings
-from gateway.sights import Sights
-from gateway.tls import ServerTls
 
 # Calls that wait to be accepted.
 _BACKLOG = 1024
 
 
 class _Server(uvicorn.Server):
-    """Signals are gateway/serve.py's business."""
+    """Signals are gateway/cli/serve.py's business."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -18,9 +18,7 @@ from coordinator.frames import DIGEST_BYTES, NodeId
 from coordinator.requests import FinishReason, Miss, MissKind, RowLogprobs, SamplingSpec
 from coordinator.ring import RingInfo
 from coordinator.router import RingNode
-from gateway.access import NOBODY, Caller
 from gateway.chat.messages import Message, Tool, ToolCall
-from gateway.guard import session_of
 from gateway.limits import (
     LONGEST_TEMPLATE_ARGS,
     MAX_LOGIT_BIAS,
@@ -31,6 +29,8 @@ from gateway.limits import (
     check_counts,
 )
 from gateway.pb import generation_pb2 as pb
+from gateway.safety.guard import session_of
+from gateway.safety.keys import NOBODY, Caller
 from gateway.turns import (
     ChatPrompt,
     Excerpt,

@@ -17,9 +17,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import InvalidValue
-from gateway.access import Caller
 from gateway.errors import grpc_status, is_internal
-from gateway.guard import Guard
+from gateway.safety.guard import Guard
+from gateway.safety.keys import Caller
 
 logger = logging.getLogger(__name__)
 

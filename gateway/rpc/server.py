@@ -15,15 +15,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.errors import InvalidSetting
-from gateway.guard import OPEN, Guard
 from gateway.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from gateway.rings import RingSet
 from gateway.rpc.health import RingHealth
 from gateway.rpc.interceptors import CallGuard
 from gateway.rpc.servicer import SERVICE_NAME, GenerationServicer
+from gateway.safety.guard import OPEN, Guard
+from gateway.safety.tls import ServerTls
 from gateway.service import GenerationService
 from gateway.settings import GrpcSettings
-from gateway.tls import ServerTls
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     # Two servers on one port would share its calls without a word.

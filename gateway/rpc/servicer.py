@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from coordinator.errors import InvalidValue, SetupError
-from gateway.access import Caller
-from gateway.guard import Guard, session_of
 from gateway.pb import generation_pb2 as pb
 from gateway.pb.generation_pb2_grpc import GenerationServiceServicer
 from gateway.rings import RingSet
 from gateway.rpc import convert, pages
+from gateway.safety.guard import Guard, session_of
+from gateway.safety.keys import Caller
 from gateway.service import GenerationService
 
 T = TypeVar("T")

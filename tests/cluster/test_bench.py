@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from coordinator.errors import SetupError
 from gateway.bench.multiturn_command import MultiturnOptions, Target, run_multiturn
 from gateway.bench.workload import Load
-from gateway.cli import app
+from gateway.cli.app import app
 from gateway.launch import launch
 from gateway.progress import SilentBoard
 from gateway.server_address import ServerAddress

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.prefixes import common_prefix
-from gateway.cli import app
-from gateway.dialogue import SYSTEM, TOOLS, TURNS
+from gateway.cli.app import app
+from gateway.cli.dialogue import SYSTEM, TOOLS, TURNS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
 _ROOT = Path(__file__).parents[2]
-_COMMAND = (sys.executable, "-c", "from gateway.cli import main; main()", "serve")
+_COMMAND = (sys.executable, "-c", "from gateway.cli.app import main; main()", "serve")
 _START_S = 60.0
 # Ray tells of a dead actor and of freed processors a moment later.
 _NEWS_S = 10.0

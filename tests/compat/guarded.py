@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from gateway.client import Client
 from gateway.launch import Running, launch
 from gateway.progress import SilentBoard
-from gateway.safety import SafetySettings
+from gateway.safety.settings import SafetySettings
 from gateway.settings import RingKind, ServeSettings
 from tests.compat.http_client import Http
 

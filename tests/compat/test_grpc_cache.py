@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from coordinator.requests import MissKind, SamplingSpec, SessionId
 from gateway.chat.byte_tokenizer import ByteTokenizer
 from gateway.chat.messages import Message, Tool
-from gateway.cli import app
+from gateway.cli.app import app
 from gateway.client import Client, error_info
 from gateway.launch import launch
 from gateway.pb import generation_pb2 as pb

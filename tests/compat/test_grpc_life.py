@@ -213,7 +213,7 @@ async def test_a_port_that_is_taken_is_refused(site: Sites) -> None:
 async def test_the_terminal_client_holds_a_conversation(site: Sites) -> None:
     async with site() as it:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from gateway.cli import main; main()", "chat"),
+            *(sys.executable, "-c", "from gateway.cli.app import main; main()", "chat"),
             *("--address", it.address, "--max-tokens", "9"),
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,

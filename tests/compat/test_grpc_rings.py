@@ -21,7 +21,7 @@ from coordinator.requests import Request, SamplingSpec, SessionId
 from coordinator.ring import ProgressSink, RingInfo
 from coordinator.router import Router
 from fakering.ring import FakeRing
-from gateway.cli import app
+from gateway.cli.app import app
 from gateway.client import Client, TurnStream, error_info
 from gateway.launch import launch
 from gateway.progress import LineBoard

@@ -17,15 +17,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gateway.client import error_info
-from gateway.guard import open_guard
 from gateway.http.app import make_app
 from gateway.http.status.feed import Feed
-from gateway.loading import LoadRecord
-from gateway.metrics.exposition import Metrics
+from gateway.observing.loading import LoadRecord
+from gateway.observing.metrics.exposition import Metrics
 from gateway.pb import generation_pb2 as pb
 from gateway.progress import SilentBoard
 from gateway.rpc.interceptors import OPERATORS_METHODS
-from gateway.safety import SafetySettings
+from gateway.safety.guard import open_guard
+from gateway.safety.settings import SafetySettings
 from gateway.server_address import ServerAddress
 from gateway.turns import TextPrompt, TurnRequest
 from tests.compat.guarded import ALICE, BOB, KEYS, WRONG, guarded

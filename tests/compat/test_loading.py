@@ -16,9 +16,9 @@ from coordinator.router import Router
 from fakering.ring import FakeRing
 from gateway.chat.byte_tokenizer import ByteTokenizer
 from gateway.http.server import serve_http
+from gateway.observing.sights import Sights
 from gateway.service import GenerationService
 from gateway.settings import HttpSettings
-from gateway.sights import Sights
 from tests.compat.http_client import Http
 
 if TYPE_CHECKING:

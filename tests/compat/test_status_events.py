@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-from gateway.guard import Caller, Guard
 from gateway.http.server import serve_http
+from gateway.safety.guard import Caller, Guard
 from gateway.settings import HttpSettings
 from tests.compat.http_client import Http
 

@@ -20,11 +20,11 @@ from coordinator.router import Router
 from fakering.model import FakeModel
 from fakering.ring import FakeRing
 from gateway.chat.byte_tokenizer import END, ByteTokenizer
-from gateway.guard import OPEN, Caller, Guard
 from gateway.http.server import serve_http
+from gateway.observing.sights import Sights
+from gateway.safety.guard import OPEN, Caller, Guard
 from gateway.service import GenerationService
 from gateway.settings import HttpSettings
-from gateway.sights import Sights
 from tests.compat.http_client import Http
 
 if TYPE_CHECKING:

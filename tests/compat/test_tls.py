@@ -18,18 +18,18 @@ import trustme
 from openai import AsyncOpenAI
 from typer.testing import CliRunner
 
-from gateway.cli import app
+from gateway.cli.app import app
+from gateway.cli.serve import ready_line
 from gateway.client import client_of
-from gateway.guard import open_guard
 from gateway.http.server import serve_http
 from gateway.launch import launch
 from gateway.progress import SilentBoard
 from gateway.rpc.server import serve_grpc
-from gateway.safety import SafetySettings
-from gateway.serve import ready_line
+from gateway.safety.guard import open_guard
+from gateway.safety.settings import SafetySettings
+from gateway.safety.tls import TlsSettings
 from gateway.server_address import ServerAddress
 from gateway.settings import GrpcSettings, HttpSettings, RingKind, ServeSettings
-from gateway.tls import TlsSettings
 from gateway.turns import TextPrompt, TurnRequest
 
 if TYPE_CHECKING:

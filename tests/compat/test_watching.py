@@ -14,18 +14,18 @@ from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics
 
 from gateway.http.server import serve_http
+from gateway.observing.sights import Sights
 from gateway.pb import generation_pb2 as pb
 from gateway.pb.generation_pb2_grpc import GenerationServiceStub
 from gateway.rpc.server import serve_grpc
 from gateway.settings import GrpcSettings, HttpSettings
-from gateway.sights import Sights
 from tests.compat.http_client import Http
 from tests.unit.watched_service import PREFIX, Figures, watched
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from gateway.observers import TurnWatch
+    from gateway.observing.observers import TurnWatch
     from gateway.turns import TurnEvent, TurnRequest
     from tests.unit.watched_service import Watched
 

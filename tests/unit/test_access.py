@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.errors import InvalidApiKey, InvalidSetting
-from gateway import access
-from gateway.access import Caller, Keyring, open_keyring, split_keys
+from gateway.safety import keys as access
+from gateway.safety.keys import Caller, Keyring, open_keyring, split_keys
 
 _KEYS = ("alice sk-alice-0123456789", "sk-unnamed-0123456789", "bob sk-bob-0123456789")
 _TEXT = st.text(

@@ -16,7 +16,7 @@ from gateway.bench.multiturn_report import plain_work, report
 from gateway.bench.pipeline import Pipeline, PipelinePrompts, PipelineSizes
 from gateway.bench.watch import Watch, watching
 from gateway.bench.workload import Load
-from gateway.cli import app
+from gateway.cli.app import app
 from gateway.client import Client
 from gateway.launch import launch
 from gateway.progress import SilentBoard

@@ -12,14 +12,14 @@ import pytest
 import pytest_asyncio
 
 from coordinator.errors import ModelNotFound
-from gateway.metrics import families
+from gateway.observing.metrics import families
 from gateway.turns import TextPrompt, TurnRequest
 from tests.unit.watched_service import PREFIX, turn, watched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gateway.metrics.families import Family
+    from gateway.observing.metrics.families import Family
     from tests.unit.watched_service import Figures
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from coordinator.config import SchedulerSettings
 from coordinator.errors import InvalidSetting, ModelUnusable
 from coordinator.ring import StageProgress
-from gateway.cli import app
+from gateway.cli.app import app
+from gateway.cli.plan_view import _limited
 from gateway.client import Client
 from gateway.launch import ring_config
 from gateway.models import find_model
-from gateway.plan_view import _limited
 from gateway.progress import LineBoard, open_board
 from gateway.settings import GrpcSettings, RingKind, ServeSettings
 from gateway.turns import TextPrompt, TurnRequest
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from gateway.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from gateway.cli.app import main; main()"]
 
 
 def ringserve(*arguments: str, **environment: str) -> tuple[int, str]:
@@ -93,8 +93,8 @@ def test_help_shows_the_defaults_of_the_settings() -> None:
 
 def test_neither_help_nor_a_fake_ring_needs_what_is_heavy() -> None:
     script = (
-        "import sys; import gateway.cli; light = set(sys.modules);"
-        "import gateway.serve, gateway.chat.byte_tokenizer;"
+        "import sys; import gateway.cli.app; light = set(sys.modules);"
+        "import gateway.cli.serve, gateway.chat.byte_tokenizer;"
         "print(sorted({'grpc', 'torch', 'ray', 'transformers'} & light),"
         "sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )
@@ -214,7 +214,7 @@ async def test_a_second_signal_stops_a_drain_at_once() -> None:
 async def _loading(launch: str) -> asyncio.subprocess.Process:
     """A server whose model does not come; it prints a line when it has begun to wait."""
     script = (
-        "import asyncio, threading, gateway.serve as serve\n"
+        "import asyncio, threading, gateway.cli.serve as serve\n"
         "from contextlib import asynccontextmanager\n"
         "from gateway.settings import RingKind, ServeSettings\n"
         "@asynccontextmanager\n"

@@ -119,7 +119,7 @@ def test_every_room_keeps_the_rules_of_the_house() -> None:
         (imports_ray, "stage/stage.py", "def f():\n    import ray.util\n"),
         (imports_ray, "gateway/a.py", "from ray import remote\n"),
         (imports_ray, "gateway/a.py", "importlib.import_module('ray.util')\n"),
-        (knows_both_rings, "gateway/cli.py", "import stage.plan\nfrom fakering import ring\n"),
+        (knows_both_rings, "gateway/cli/app.py", "import stage.plan\nfrom fakering import ring\n"),
         (reads_environment, "stage/a.py", "import os\nHOME = os.environ['HOME']\n"),
         (reads_environment, "stage/a.py", "from os import getenv\ndef f(x=getenv('A')): ...\n"),
         (reads_environment, "stage/a.py", "class A:\n    b = os.getenv('B')\n"),

@@ -12,9 +12,9 @@ import pytest
 
 from coordinator.errors import ModelNotFound
 from coordinator.requests import SessionId
-from gateway.logs import formatter, log_to_stderr
-from gateway.observe_settings import LogFormat, ObserveSettings
-from gateway.turn_log import TurnLine, TurnLog
+from gateway.observing.logs import formatter, log_to_stderr
+from gateway.observing.settings import LogFormat, ObserveSettings
+from gateway.observing.turn_log import TurnLine, TurnLog
 from gateway.turns import TextPrompt, TurnDelta, TurnRequest
 from tests.unit.watched_service import GREEDY, turn, watched
 
@@ -26,7 +26,7 @@ SECRET = "the launch code is 0000"
 
 @pytest.fixture
 def turns(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="gateway.turn_log")
+    caplog.set_level(logging.INFO, logger="gateway.observing.turn_log")
     return caplog
 
 
@@ -35,7 +35,9 @@ def digest(session: SessionId) -> str:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[TurnLine]:
-    return [record.fields for record in caplog.records if record.name == "gateway.turn_log"]
+    return [
+        record.fields for record in caplog.records if record.name == "gateway.observing.turn_log"
+    ]
 
 
 async def test_a_turn_that_has_ended_is_one_line(turns: pytest.LogCaptureFixture) -> None:

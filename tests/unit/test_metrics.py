@@ -15,8 +15,8 @@ from coordinator.counts import RingCounts
 from coordinator.errors import InvalidSetting, InvalidValue, ModelNotFound
 from coordinator.requests import MissKind
 from fakering.faults import Drop, Refuse, Restart
-from gateway.metrics.idle import IdleWindow
-from gateway.observe_settings import LogFormat, LogLevel, ObserveSettings
+from gateway.observing.metrics.idle import IdleWindow
+from gateway.observing.settings import LogFormat, LogLevel, ObserveSettings
 from gateway.turns import TextPrompt, TurnDelta, TurnRequest, TurnStarted
 from tests.unit.watched_service import Figures, turn, watched
 

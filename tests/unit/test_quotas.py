@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from coordinator.errors import InvalidSetting, RateLimited
 from fakering.clock import VirtualClock
-from gateway.access import NOBODY, Caller
-from gateway.quotas import Admitted, Limits, Quotas
+from gateway.safety.keys import NOBODY, Caller
+from gateway.safety.quotas import Admitted, Limits, Quotas
 
 _A, _B = Caller("a"), Caller("b")
 

@@ -8,11 +8,11 @@ import pytest
 
 from coordinator.errors import ContextTooLong
 from coordinator.requests import FinishReason, Miss, MissKind, SessionId, Timings, Usage
-from gateway.recent_turns import RecentTurns
+from gateway.observing.recent_turns import RecentTurns
 from gateway.turns import TextPrompt, TurnDelta, TurnFinished, TurnRequest, TurnStarted
 
 if TYPE_CHECKING:
-    from gateway.observers import TurnWatch
+    from gateway.observing.observers import TurnWatch
 
 TURN = TurnRequest(TextPrompt("a secret"), session=SessionId("alice@example.org"))
 MISS = Miss(MissKind.DIVERGED, 7, 1)

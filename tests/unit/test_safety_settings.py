@@ -11,10 +11,10 @@ import trustme
 from typer.testing import CliRunner
 
 from coordinator.errors import InvalidSetting
-from gateway.cli import app
-from gateway.safety import SafetySettings
+from gateway.cli.app import app
+from gateway.safety.settings import SafetySettings
+from gateway.safety.tls import TlsSettings, open_tls, tls_settings
 from gateway.settings import GrpcSettings, HttpSettings, ServeSettings
-from gateway.tls import TlsSettings, open_tls, tls_settings
 
 KEY = "sk-very-secret"
 Pem = Callable[[str, bytes], Path]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.errors import InvalidSetting
+from gateway.cli.sizes import parse_size
 from gateway.launch import _folder, _named
 from gateway.settings import RingKind, ServeSettings
-from gateway.sizes import parse_size
 from stage.config import RingConfig
 
 

@@ -21,8 +21,8 @@ from fakering.model import FakeModel
 from fakering.ring import FakeRing
 from gateway.chat.byte_tokenizer import ByteTokenizer
 from gateway.http.status.snapshot import Snapshots, miss_words
+from gateway.observing.sights import Sights
 from gateway.service import GenerationService
-from gateway.sights import Sights
 from gateway.turns import TextPrompt, TurnRequest
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import pytest
 
 from coordinator.errors import InvalidSetting, ModelNotFound
 from coordinator.requests import SamplingSpec
-from gateway import genai
-from gateway.tracing import TurnTraces, endpoint_of, open_traces
+from gateway.observing import genai
+from gateway.observing.tracing import TurnTraces, endpoint_of, open_traces
 from gateway.turns import ChatPrompt, TextPrompt, TurnDelta, TurnRequest
 from tests.unit.watched_service import turn, watched
 
@@ -198,7 +198,7 @@ async def test_a_collector_has_the_last_spans_when_the_process_ends(
 async def test_a_collector_that_is_away_keeps_nobody_from_leaving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gateway.tracing._LAST_SPANS_S", 0.05)
+    monkeypatch.setattr("gateway.observing.tracing._LAST_SPANS_S", 0.05)
     began = time.monotonic()
     async with open_traces("http://127.0.0.1:1", "fake") as observers:
         async with watched(also=observers) as it:

@@ -16,7 +16,7 @@ from coordinator.router import Router
 from fakering.model import FakeModel
 from fakering.ring import FakeRing
 from gateway.chat.byte_tokenizer import ByteTokenizer
-from gateway.metrics.exposition import Metrics
+from gateway.observing.metrics.exposition import Metrics
 from gateway.rings import RingSet
 from gateway.service import GenerationService
 from gateway.turns import TextPrompt, TurnRequest
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from fakering.faults import FaultScript
-    from gateway.observers import TurnObserver
+    from gateway.observing.observers import TurnObserver
     from gateway.turns import TurnEvent
 
 ENDLESS = FakeModel(258, low=32, high=127)

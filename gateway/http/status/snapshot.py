@@ -19,9 +19,9 @@ from coordinator.driver import RingStatus
 from coordinator.lanes import LaneStatus
 from coordinator.requests import Miss, MissKind
 from coordinator.ring import StageProgress
-from gateway.recent_turns import TurnRecord
+from gateway.observing.recent_turns import TurnRecord
+from gateway.observing.sights import Sights
 from gateway.service import GenerationService
-from gateway.sights import Sights
 
 # Over how many seconds a stage's share of busy time is taken: a chunk of a long prompt may take one of them.
 _WINDOW_S = 4.0

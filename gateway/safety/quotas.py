@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from coordinator.clock import Clock
 from coordinator.errors import InvalidSetting, RateLimited
-from gateway.access import Caller
+from gateway.safety.keys import Caller
 
 _MINUTE_S = 60.0
 # Nobody knows when one of the caller's jobs ends.

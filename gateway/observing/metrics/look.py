@@ -17,10 +17,10 @@ from coordinator.driver import RingStatus
 from coordinator.lanes import LaneState
 from coordinator.ring import RingInfo
 from coordinator.router import Router
-from gateway.metrics import families
-from gateway.metrics.families import Family
-from gateway.metrics.idle import IdleWindow
-from gateway.metrics.naming import Naming, Scraped
+from gateway.observing.metrics import families
+from gateway.observing.metrics.families import Family
+from gateway.observing.metrics.idle import IdleWindow
+from gateway.observing.metrics.naming import Naming, Scraped
 
 Series = tuple[tuple[str, ...], float]  # values of the family's own labels
 ONE: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.observe_settings import LogFormat, ObserveSettings
+from gateway.observing.settings import LogFormat, ObserveSettings
 
 # Others' news of their own lives; their warnings are ours as well.
 _NOISY = ("uvicorn", "uvicorn.error", "uvicorn.access", "ray", "transformers", "huggingface_hub")

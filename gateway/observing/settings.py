@@ -1,6 +1,6 @@
 """What an operator sees of a process, and how: metrics, log lines, traces.
 
-Says what is wanted; gateway/observing.py makes it. OpenTelemetry's own variables are read there, once, at the start.
+Says what is wanted; compose.py beside it makes it. OpenTelemetry's own variables are read there, once, at the start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What both fronts demand of whoever connects: keys, certificates, limits for each key.
 
 Says what is demanded, and reads the files that say so once, before anything is loaded. How a key is compared is
-gateway/access.py's, how much of it is left gateway/quotas.py's.
+gateway/safety/keys.py's, how much of it is left gateway/safety/quotas.py's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.errors import InvalidSetting
-from gateway.access import split_keys
-from gateway.quotas import Limits
-from gateway.tls import TlsSettings
+from gateway.safety.keys import split_keys
+from gateway.safety.quotas import Limits
+from gateway.safety.tls import TlsSettings
 
 
 @dataclass(frozen=True, slots=True)

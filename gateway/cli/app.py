@@ -14,13 +14,12 @@ import typer
 
 from coordinator.config import SchedulerSettings
 from coordinator.errors import SetupError
-from gateway.asking import Address, ApiKey, ClientCert, TlsCa
-from gateway.chat_options import ChatOptions
-from gateway.cli_bench import bench
-from gateway.cli_cache import app as cache_app
-from gateway.cli_rings import app as rings_app
-from gateway.exits import fail
-from gateway.flags import (
+from gateway.cli.asking import Address, ApiKey, ClientCert, TlsCa
+from gateway.cli.bench import bench
+from gateway.cli.cache import app as cache_app
+from gateway.cli.chat_options import ChatOptions
+from gateway.cli.exits import fail
+from gateway.cli.flags import (
     ApiKeyFile,
     ApiKeys,
     DeviceFlag,
@@ -60,12 +59,13 @@ from gateway.flags import (
     TlsKey,
     Verbose,
 )
-from gateway.logs import log_to_stderr
-from gateway.observe_settings import LogLevel, ObserveSettings
-from gateway.safety import SafetySettings
+from gateway.cli.rings import app as rings_app
+from gateway.observing.logs import log_to_stderr
+from gateway.observing.settings import LogLevel, ObserveSettings
+from gateway.safety.settings import SafetySettings
+from gateway.safety.tls import tls_settings
 from gateway.server_address import ServerAddress
 from gateway.settings import GrpcSettings, HttpSettings, ServeSettings
-from gateway.tls import tls_settings
 
 app = typer.Typer(
     name="ringserve",
@@ -190,7 +190,7 @@ def serve(
             safety=safety,
             observe=observe,
         )
-        from gateway.serve import serve_until_interrupted
+        from gateway.cli.serve import serve_until_interrupted
 
         code = serve_until_interrupted(settings)
     except SetupError as error:
@@ -219,7 +219,7 @@ def plan(
             device=device,
             dtype=dtype,
         )
-        from gateway.plan_view import show_plan
+        from gateway.cli.plan_view import show_plan
 
         show_plan(settings)
     except SetupError as error:
@@ -244,7 +244,7 @@ def chat(
     client_cert: ClientCert = None,
 ) -> None:
     """Talks to a running ringserve in the terminal. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    from gateway.chat_terminal import talk
+    from gateway.cli.chat_terminal import talk
 
     try:
         options = ChatOptions(
@@ -268,7 +268,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Holds an agent's conversation through a ring, then on a cold one, and compares the tokens."""
-    from gateway.demo import demo_command
+    from gateway.cli.demo import demo_command
 
     try:
         exact = demo_command(ServeSettings(model=model, stages=stages, ring=ring), as_json)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from coordinator.requests import SessionId, Timings
-from gateway.observers import TurnWatch, outcome
+from gateway.observing.observers import TurnWatch, outcome
 from gateway.turns import TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
 
 log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TurnLine:
-    """What is not known, since the turn ended before, is None. `outcome`: gateway/observers.py's words."""
+    """What is not known, since the turn ended before, is None. `outcome`: gateway/observing/observers.py's words."""
 
     request_id: str
     session: str | None  # its digest

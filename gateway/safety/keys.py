@@ -1,6 +1,6 @@
 """API keys: where they are read from, how a key that is shown is compared, and who its owner is to the rest.
 
-Decides what counts as a key and whose it is; which header it comes in is gateway/guard.py's. No plain key is kept
+Decides what counts as a key and whose it is; which header it comes in is guard.py's. No plain key is kept
 behind this file's functions, and neither messages nor representations show one.
 """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from coordinator.errors import SetupError
-from gateway.exits import fail
+from gateway.cli.exits import fail
 from gateway.server_address import ServerAddress
 
 if TYPE_CHECKING:

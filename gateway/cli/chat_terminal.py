@@ -18,7 +18,7 @@ from rich.console import Console
 
 from coordinator.requests import SamplingSpec, SessionId
 from gateway.chat.messages import Message
-from gateway.chat_options import ChatOptions
+from gateway.cli.chat_options import ChatOptions
 from gateway.client import Client, client_of, error_info
 from gateway.server_address import ServerAddress
 from gateway.turns import ChatPrompt, TurnDelta, TurnFinished, TurnRequest, TurnStarted

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coordinator.errors import InvalidSetting
-from gateway.asking import Address, ApiKey, ClientCert, TlsCa, ask
-from gateway.exits import fail
-from gateway.flags import Json
+from gateway.cli.asking import Address, ApiKey, ClientCert, TlsCa, ask
+from gateway.cli.exits import fail
+from gateway.cli.flags import Json
 from gateway.server_address import ServerAddress
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def drop(
 
 def _prompt(text: str | None, file: Path | None, chat: Path | None) -> Prompt:
     """Raises InvalidSetting."""
-    from gateway.chat_file import parse_chat
+    from gateway.cli.chat_file import parse_chat
     from gateway.turns import TextPrompt
 
     if [text, file, chat].count(None) != 2:

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from coordinator.requests import GREEDY, SessionId
 from gateway.chat.messages import Message
+from gateway.cli.dialogue import SYSTEM, TOOLS, TURNS
 from gateway.client import Client
-from gateway.dialogue import SYSTEM, TOOLS, TURNS
 from gateway.launch import launch
 from gateway.models import find_model
 from gateway.progress import ProgressBoard, open_board

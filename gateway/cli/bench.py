@@ -1,4 +1,4 @@
-"""The commands of `ringserve bench`, mounted by gateway/cli.py.
+"""The commands of `ringserve bench`, mounted by gateway/cli/app.py.
 
 Heavy modules are imported by the command that needs them.
 """
@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from coordinator.errors import SetupError
-from gateway.asking import ClientCert, TlsCa
-from gateway.exits import fail
-from gateway.flags import Json, Lanes, MaxRows, Ring, Rings, Stages
+from gateway.cli.asking import ClientCert, TlsCa
+from gateway.cli.exits import fail
+from gateway.cli.flags import Json, Lanes, MaxRows, Ring, Rings, Stages
 from gateway.server_address import ServerAddress
 from gateway.settings import ServeSettings
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from coordinator.requests import SessionId
-from gateway.metrics.exposition import Metrics
-from gateway.observe_settings import ObserveSettings
-from gateway.observers import TurnObserver
-from gateway.tracing import open_traces
-from gateway.turn_log import TurnLog
+from gateway.observing.metrics.exposition import Metrics
+from gateway.observing.observers import TurnObserver
+from gateway.observing.settings import ObserveSettings
+from gateway.observing.tracing import open_traces
+from gateway.observing.turn_log import TurnLog
 
 
 @dataclass(frozen=True, slots=True)

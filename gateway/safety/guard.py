@@ -1,6 +1,6 @@
 """The door of both fronts: which keys a client shows, whose they are, and what is theirs alone.
 
-Knows headers' names and no wire. How keys are compared is gateway/access.py's. Without keys everybody is one caller
+Knows headers' names and no wire. How keys are compared is keys.py's. Without keys everybody is one caller
 without a name.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from coordinator.errors import InvalidApiKey, InvalidSetting, NotAnOperator
 from coordinator.requests import SessionId
-from gateway.access import NOBODY, Caller, Keyring, open_keyring, split_keys
-from gateway.safety import SafetySettings
-from gateway.tls import ServerTls, open_tls
+from gateway.safety.keys import NOBODY, Caller, Keyring, open_keyring, split_keys
+from gateway.safety.settings import SafetySettings
+from gateway.safety.tls import ServerTls, open_tls
 
 # As clients of OpenAI, of Anthropic and of Azure name it.
 _KEY_HEADERS = ("x-api-key", "api-key")

@@ -15,7 +15,7 @@ from itertools import islice
 from types import MappingProxyType
 
 from coordinator.requests import FinishReason, Miss, SessionId
-from gateway.observers import ABORT, TurnWatch, outcome
+from gateway.observing.observers import ABORT, TurnWatch, outcome
 from gateway.turns import TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
 
 KEPT_TURNS = 50

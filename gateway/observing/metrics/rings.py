@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from coordinator.frames import RefusalCode, Reply
 from coordinator.observe import EpochCause
-from gateway.metrics import families
-from gateway.metrics.naming import Naming
+from gateway.observing.metrics import families
+from gateway.observing.metrics.naming import Naming
 
 
 class RingMetrics:

@@ -1,4 +1,4 @@
-"""Writes the configuration reference from the command line itself: `python -m gateway.reference docs/configuration.md`.
+"""Writes the configuration reference from the command line itself: `make docs`.
 
 It decides only how a flag is shown. What a flag is called, means and defaults to is said once, where it is declared.
 """
@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from gateway.cli import app
+from gateway.cli.app import app
 
 _HEAD = """# Configuration
 
@@ -70,7 +70,9 @@ def _row(parameter: inspect.Parameter, kind: Any, info: OptionInfo | ArgumentInf
 def _flag(parameter: inspect.Parameter, info: OptionInfo | ArgumentInfo) -> str:
     if isinstance(info, ArgumentInfo):
         return f"`{parameter.name.upper()}`"
-    names = info.param_decls or (f"--{parameter.name.replace('_', '-')}",)
+    # Within Annotated the first of the names stands where a default would.
+    first = [info.default] if isinstance(info.default, str) else []
+    names = [*first, *(info.param_decls or ())] or [f"--{parameter.name.replace('_', '-')}"]
     return ", ".join(f"`{each}`" for each in names)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gateway.loading import LoadRecord
-from gateway.metrics.exposition import Metrics
-from gateway.recent_turns import RecentTurns
+from gateway.observing.loading import LoadRecord
+from gateway.observing.metrics.exposition import Metrics
+from gateway.observing.recent_turns import RecentTurns
 
 
 @dataclass(frozen=True, slots=True)

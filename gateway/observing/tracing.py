@@ -16,8 +16,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from coordinator.errors import InvalidSetting
-from gateway import genai
-from gateway.observers import ABORT, TurnWatch, outcome
+from gateway.observing import genai
+from gateway.observing.observers import ABORT, TurnWatch, outcome
 from gateway.turns import ChatPrompt, TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from prometheus_client.exposition import choose_encoder
 
 from coordinator.clock import Clock
 from coordinator.router import Router
-from gateway.metrics.look import RingLook
-from gateway.metrics.naming import Naming
-from gateway.metrics.rings import RingMetrics
-from gateway.metrics.turns import TurnMetrics
+from gateway.observing.metrics.look import RingLook
+from gateway.observing.metrics.naming import Naming
+from gateway.observing.metrics.rings import RingMetrics
+from gateway.observing.metrics.turns import TurnMetrics
 
 
 class Metrics:

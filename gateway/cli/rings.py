@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.asking import Address, ApiKey, ClientCert, TlsCa, ask
-from gateway.flags import Json
+from gateway.cli.asking import Address, ApiKey, ClientCert, TlsCa, ask
+from gateway.cli.flags import Json
 from gateway.server_address import ServerAddress
 
 app = typer.Typer(

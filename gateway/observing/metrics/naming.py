@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
-from gateway.metrics.families import Family, Kind
+from gateway.observing.metrics.families import Family, Kind
 
 MODEL = "model_name"
 

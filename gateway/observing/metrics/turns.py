@@ -6,9 +6,9 @@ A turn's tokens count when they come; its sizes and times when it has finished, 
 from __future__ import annotations
 
 from coordinator.requests import FinishReason, MissKind
-from gateway.metrics import families
-from gateway.metrics.naming import Naming
-from gateway.observers import ABORT, TurnWatch, outcome
+from gateway.observing.metrics import families
+from gateway.observing.metrics.naming import Naming
+from gateway.observing.observers import ABORT, TurnWatch, outcome
 from gateway.turns import TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
 
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from gateway.observe_settings import LogFormat, LogLevel
+from gateway.cli.sizes import parse_size
+from gateway.observing.settings import LogFormat, LogLevel
 from gateway.settings import KV_DISK_BYTES, Device, Dtype, Numerics, RingKind
-from gateway.sizes import parse_size
 
 Model = Annotated[
     str, typer.Argument(envvar="RINGSERVE_MODEL", help="A folder, a hub id, or the word smollm2.")

@@ -1,12 +1,12 @@
-"""Charges turns to the keys that asked for them. What a key may use is gateway/quotas.py's; nothing is stopped here."""
+"""Charges turns to the keys that asked for them. What a key may use is quotas.py's; nothing is stopped here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gateway.access import Caller
-from gateway.quotas import Admitted, Quotas
+from gateway.safety.keys import Caller
+from gateway.safety.quotas import Admitted, Quotas
 from gateway.turns import TurnDelta, TurnEvent, TurnRequest, TurnStarted
 
 

@@ -1,0 +1,1 @@
+"""The command line: flags in, settings and exit codes out."""

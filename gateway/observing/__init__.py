@@ -1,0 +1,1 @@
+"""What an operator sees of turns and rings: metrics, logs, traces, the last turns."""
