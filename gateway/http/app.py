@@ -15,7 +15,7 @@ from gateway.http.front import Front
 from gateway.http.metrics import Scraping
 from gateway.http.openai.chat import Chat
 from gateway.http.openai.models import Models
-from gateway.http.openai.responses import Responses
+from gateway.http.openai.responses.route import Responses
 from gateway.http.operators import Operators
 from gateway.http.status.feed import Feed
 from gateway.http.status.page import StatusPage

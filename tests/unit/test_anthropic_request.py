@@ -14,10 +14,11 @@ from starlette.datastructures import Headers
 from coordinator.errors import InvalidValue
 from gateway.chat.messages import Message, Tool, ToolCall
 from gateway.chat.parts import AnswerForm
-from gateway.http.anthropic import request, signature
+from gateway.http.anthropic import request
 from gateway.http.anthropic.request import Asked
 from gateway.http.anthropic.session import asker_of, session_in
 from gateway.http.asker import Asker
+from gateway.http.carried import carrying
 from gateway.http.fields import Fields
 from gateway.turns import ChatPrompt
 
@@ -187,9 +188,9 @@ def test_arguments_that_were_no_json_come_back_as_the_model_wrote_them() -> None
 
 
 def test_thoughts_that_were_not_shown_come_back_in_their_signature() -> None:
-    hidden = {"type": "thinking", "thinking": "", "signature": signature.keeping("Hm. ü")}
+    hidden = {"type": "thinking", "thinking": "", "signature": carrying("Hm. ü")}
     assert prompt(HELLO, assistant(hidden, text("x")), HELLO).messages[1].reasoning == "Hm. ü"
-    for foreign in ("", "abc", "ringserve:%%%", "ringserve:/w==", None):
+    for foreign in ("", "abc", "ringserve.1.%%%", "ringserve.1./w==", None):
         block = {**hidden, "signature": foreign}
         assert prompt(HELLO, assistant(block, text("x")), HELLO).messages[1].reasoning is None
 

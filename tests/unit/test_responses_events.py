@@ -12,13 +12,13 @@ from coordinator.errors import ContextTooLong, QueueFull, StageLost
 from coordinator.requests import FinishReason, Timings, Usage
 from gateway.chat.parts import AnswerPart, CallArguments, CallOpened, SaidText, Thought
 from gateway.http.asker import Asker
+from gateway.http.carried import carried
 from gateway.http.fields import Fields
-from gateway.http.openai.responses_answer import Answering
-from gateway.http.openai.responses_freetext import FreeText
-from gateway.http.openai.responses_items import Output
-from gateway.http.openai.responses_request import response
-from gateway.http.openai.responses_stream import ResponseStream
-from gateway.http.openai.responses_thoughts import recalled
+from gateway.http.openai.responses.answer import Answering
+from gateway.http.openai.responses.freetext import FreeText
+from gateway.http.openai.responses.items import Output
+from gateway.http.openai.responses.request import response
+from gateway.http.openai.responses.stream import ResponseStream
 from gateway.http.streaming import Told
 from gateway.turns import TurnDelta, TurnFinished, TurnStarted
 
@@ -125,7 +125,7 @@ def test_thoughts_text_and_calls_are_items_in_their_order() -> None:
         3,
     ]
     assert thought["summary"] == [{"type": "summary_text", "text": "Hmm."}]
-    assert recalled(thought["encrypted_content"]) == "Hmm."
+    assert carried(thought["encrypted_content"]) == "Hmm."
     assert said["content"][0]["text"] == "I call."
     assert (call["call_id"], call["name"], call["arguments"]) == ("call_1", "shell", '{"a":1}')
     assert (patch["type"], patch["call_id"], patch["input"]) == (

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from coordinator.errors import InvalidValue
 from gateway.chat.messages import Message, ToolCall
 from gateway.http.asker import Asker
+from gateway.http.carried import carried, carrying
 from gateway.http.fields import Fields
-from gateway.http.openai.responses_request import Asked, response
-from gateway.http.openai.responses_thoughts import recalled, sealed
-from gateway.http.openai.responses_tools import Called
+from gateway.http.openai.responses.request import Asked, response
+from gateway.http.openai.responses.tools import Called
 from gateway.turns import ChatPrompt, GrammarKind
 
 _ATOMS = st.one_of(
@@ -139,12 +139,12 @@ def test_a_thought_comes_back_by_its_sealed_copy_and_a_foreign_one_by_its_summar
     ours = {
         "type": "reasoning",
         "summary": summary,
-        "encrypted_content": sealed("the whole\nthought 🧠"),
+        "encrypted_content": carrying("the whole\nthought 🧠"),
     }
     foreign = {"type": "reasoning", "summary": summary, "encrypted_content": "gAAAAABo"}
     assert _messages(ours)[0].reasoning == "the whole\nthought 🧠"
     assert _messages(foreign)[0].reasoning == "short"
-    assert recalled("ringserve.1.%%%") == ""
+    assert carried("ringserve.1.%%%") == ""
 
 
 def test_a_free_form_tool_becomes_a_function_of_one_string() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 from coordinator.requests import FinishReason, Usage
 from gateway.chat.parts import AnswerPart, CallArguments, CallOpened, SaidText, Thought
-from gateway.http.anthropic import signature
 from gateway.http.anthropic.content import RAW, json_object
 from gateway.http.anthropic.request import Asked
+from gateway.http.carried import SHOWN, carrying
 from gateway.http.openai.chat_answer import timings
 from gateway.http.streaming import Collected
 from gateway.turns import TurnFinished, TurnStarted
@@ -80,7 +80,7 @@ class Blocks:
     def _signature(self) -> Event:
         thought = "".join(self._thought)
         self._thought.clear()
-        given = signature.SHOWN if self._show_thoughts else signature.keeping(thought)
+        given = SHOWN if self._show_thoughts else carrying(thought)
         return self._delta({"type": "signature_delta", "signature": given})
 
     def _delta(self, delta: Event) -> Event:

@@ -13,7 +13,7 @@ import msgspec
 from coordinator.errors import InvalidValue
 from gateway.chat.billing import without_billing
 from gateway.chat.messages import JsonObject, JsonText, Message, ToolCall
-from gateway.http.anthropic.signature import thought_in
+from gateway.http.carried import carried
 from gateway.http.fields import Fields
 
 # Between text blocks that a client put side by side. The model's own are put together as it said them.
@@ -145,7 +145,7 @@ def _assistant(message: Fields) -> Iterator[Message]:
             case "text":
                 said.append(block.text("text") or "")
             case "thinking":
-                thought.append(block.text("thinking") or thought_in(block.text("signature")))
+                thought.append(block.text("thinking") or carried(block.text("signature")))
             case "tool_use":
                 calls.append(_call(block))
     if any(said) or any(thought) or calls:

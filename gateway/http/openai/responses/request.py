@@ -16,8 +16,8 @@ from gateway.http.asker import Asker
 from gateway.http.fields import Fields
 from gateway.http.openai.chat_request import sampling, stops, template_args
 from gateway.http.openai.output_format import output_grammar
-from gateway.http.openai.responses_input import conversation
-from gateway.http.openai.responses_tools import Called, answer_form, toolbox
+from gateway.http.openai.responses.input import conversation
+from gateway.http.openai.responses.tools import Called, answer_form, toolbox
 from gateway.turns import ChatPrompt, GrammarSpec, TurnRequest
 
 _SEALED = "reasoning.encrypted_content"

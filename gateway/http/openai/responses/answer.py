@@ -12,8 +12,8 @@ from coordinator import errors
 from coordinator.requests import FinishReason
 from gateway.http.errors import message_of
 from gateway.http.openai.chat_answer import timings
-from gateway.http.openai.responses_items import Item
-from gateway.http.openai.responses_request import Asked
+from gateway.http.openai.responses.items import Item
+from gateway.http.openai.responses.request import Asked
 from gateway.turns import TurnFinished
 
 

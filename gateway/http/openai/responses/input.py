@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from coordinator.errors import InvalidValue
 from gateway.chat.messages import JsonObject, Message, ToolCall
+from gateway.http.carried import carried
 from gateway.http.fields import Fields
 from gateway.http.openai.chat_tools import name_of
-from gateway.http.openai.responses_thoughts import recalled
-from gateway.http.openai.responses_tools import shown_name
+from gateway.http.openai.responses.tools import shown_name
 
 _ROLES = frozenset({"user", "assistant", "system", "developer"})
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -145,7 +145,7 @@ def _thought(item: Fields) -> str:
     """Clients send back what they keep: the thought itself, our sealed copy of it, or only its summary."""
     return (
         _texts(item, "content")
-        or recalled(item.text("encrypted_content") or "")
+        or carried(item.text("encrypted_content") or "")
         or _texts(item, "summary")
     )
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.http.openai.responses_answer import Answering, status_of
-from gateway.http.openai.responses_items import Event, Output
+from gateway.http.openai.responses.answer import Answering, status_of
+from gateway.http.openai.responses.items import Event, Output
 from gateway.http.streaming import StreamWire, Told, data
 from gateway.turns import TurnDelta, TurnFinished, TurnStarted
 

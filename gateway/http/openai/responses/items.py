@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gateway.chat.parts import AnswerPart, CallArguments, CallOpened, SaidText, Thought
-from gateway.http.openai.responses_freetext import FreeText
-from gateway.http.openai.responses_thoughts import sealed
-from gateway.http.openai.responses_tools import Called
+from gateway.http.carried import carrying
+from gateway.http.openai.responses.freetext import FreeText
+from gateway.http.openai.responses.tools import Called
 
 Item = dict[str, Any]
 Event = dict[str, Any]
@@ -156,7 +156,7 @@ class _Reasoning:
             **item,
             "summary": [_summary(text)],
             "content": [{"type": "reasoning_text", "text": text}],
-            "encrypted_content": sealed(text) if self._seals else None,
+            "encrypted_content": carrying(text) if self._seals else None,
         }
 
     def _event(self, kind: str, **more: Any) -> Event:

@@ -14,12 +14,12 @@ from starlette.routing import Route
 from coordinator.errors import BusyError, ContextTooLong
 from gateway.http.fields import Fields
 from gateway.http.front import Front
-from gateway.http.openai import responses_request
 from gateway.http.openai.errors import OPENAI
-from gateway.http.openai.responses_answer import Answering, status_of
-from gateway.http.openai.responses_items import Output
-from gateway.http.openai.responses_request import Asked
-from gateway.http.openai.responses_stream import ResponseStream
+from gateway.http.openai.responses import request as responses_request
+from gateway.http.openai.responses.answer import Answering, status_of
+from gateway.http.openai.responses.items import Output
+from gateway.http.openai.responses.request import Asked
+from gateway.http.openai.responses.stream import ResponseStream
 from gateway.http.streaming import collect, started_headers, streamed
 
 _UNCACHED = {"cache-control": "no-cache"}

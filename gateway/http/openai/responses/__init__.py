@@ -1,0 +1,1 @@
+"""OpenAI's responses: what comes in as items, and what goes out as items and events."""
