@@ -6,6 +6,7 @@ word; a text is refused in its words too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, TypeAlias
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 # OpenAI takes schemas of 120,000 characters; the slowest of this size that was found compiles in 4 s.
 LONGEST_GRAMMAR = 1 << 17
 _LONGEST_REASON = 400
+# Masks are made where everybody waits for them. Of a computer's time, a token's may take so long on average, and a
+# turn's so much more; common grammars take a tenth. Ambiguous ones were seen to take 2 s a token.
+_MASK_S = 0.02
+_MORE_S = 1.0
 
 # Between two tokens of JSON: enough for any indentation, and no endless run of line breaks.
 _JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
@@ -108,9 +113,17 @@ class MatcherConstraint:
         self._fresh = matcher
         self._unwound = unwound
         self._known: dict[int, bytes] = {}  # masks behind so many tokens of the path
+        self._left_s = _MORE_S
         self._start_over()
 
     def masks(self, decided: _Path, drafts: _Path) -> tuple[bytes, ...]:
+        began_s = time.thread_time()
+        masks = self._masks(decided, drafts)
+        if decided:  # the first is made where nobody waits
+            self._spend(time.thread_time() - began_s, len(masks))
+        return masks
+
+    def _masks(self, decided: _Path, drafts: _Path) -> tuple[bytes, ...]:
         self._go_to(decided)
         masks = [self._mask()]
         self._known = {at: mask for at, mask in self._known.items() if at >= len(decided)}
@@ -163,6 +176,11 @@ class MatcherConstraint:
                 self._fail()
             self._known[len(self._path)] = mask
         return mask
+
+    def _spend(self, seconds: float, masks: int) -> None:
+        self._left_s = min(self._left_s + _MASK_S * masks, _MORE_S) - seconds
+        if self._left_s < 0:
+            raise ConstraintFailed("it takes too long for each token")
 
     def _fail(self) -> None:
         """A matcher never leaves its error: the next question is answered by another one."""

@@ -59,6 +59,11 @@ class CallArguments:
 AnswerPart = SaidText | Thought | CallOpened | CallArguments
 
 
+def sendable(text: str) -> str:
+    """What a model spelled by escapes may hold half a surrogate pair, which no wire carries."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def message_of(parts: Iterable[AnswerPart]) -> Message:
     """An answer as one message, as clients send it back. Without text its content is None where there are calls."""
     text: list[str] = []

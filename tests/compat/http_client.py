@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 
@@ -11,11 +12,18 @@ class Http:
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
         self.host, self.port = host, int(port)
+        self.receive_bytes: int | None = None  # that the system takes of an unread answer
 
     async def opened(
         self, method: str, path: str, body: Any = None, **headers: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(self.host, self.port)
+        raw_socket = socket.socket()
+        raw_socket.setblocking(False)
+        if self.receive_bytes is not None:
+            # Before it connects: a window that was wide once stays wide.
+            raw_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.receive_bytes)
+        await asyncio.get_running_loop().sock_connect(raw_socket, (self.host, self.port))
+        reader, writer = await asyncio.open_connection(sock=raw_socket)
         raw = (
             body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         )

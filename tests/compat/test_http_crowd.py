@@ -143,9 +143,8 @@ async def test_who_leaves_the_queue_never_gets_a_lane(
 
 async def test_who_does_not_read_is_given_up_and_its_turn_ends(http: Making) -> None:
     async with http(endless=True, unread_s=0.2) as (client, site):
+        client.receive_bytes = 4096
         reader, writer = await _asked(client, _body(logprobs=True, top_logprobs=20))
-        raw: socket.socket = writer.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         writer.transport.pause_reading()
         await _until(lambda: site.service.open_turns == 1)
         await _until(lambda: site.service.open_turns == 0)

@@ -229,3 +229,18 @@ def test_good_json_stays_good_json(value: object, first: bool, ascii_only: bool)
     assert [type(part) for part in parts] == [CallOpened, CallArguments]
     assert isinstance(parts[1], CallArguments)
     assert json.loads(parts[1].text) == arguments
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "arguments"),
+    [
+        (r'{"name": "lo\ud83dok", "arguments": {}}', "lo\ufffdok", "{}"),
+        (r'{"name": "look", "arguments": "{\"at\": \"\ud83d\"}"}', "look", '{"at": "\ufffd"}'),
+        (r'{"name": "look", "arguments": "{\"at\": \"\ud83d\ude00\"}"}', "look", '{"at": "😀"}'),
+    ],
+)
+def test_half_a_surrogate_pair_in_a_call_can_be_sent(said: str, name: str, arguments: str) -> None:
+    parser = TaggedParser(PartsWriter(lambda: "id"))
+    parts = (*parser.feed(f"<tool_call>{said}</tool_call>"), *parser.flush())
+    (call,) = message_of(parts).tool_calls
+    assert (call.name, call.arguments) == (name, arguments)

@@ -99,7 +99,7 @@ async def driven(
 ) -> AsyncIterator[RingDriver]:
     config = RingConfig(folder, "hybrid", splits, lanes, 1024, kv_host_bytes=2**26)
 
-    def drafters(job: JobId, wake: object) -> Drafter:
+    def drafters(job: JobId, wake: object, tenant: str) -> Drafter:
         return Oracle(answers or {}, right)
 
     driver = RingDriver("ring-0", LocalRing(config), SchedulerSettings(), SystemClock(), drafters)

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gateway.chat.parts import AnswerPart, CallArguments, CallOpened, SaidText, Thought
+from gateway.chat.parts import (
+    AnswerPart,
+    CallArguments,
+    CallOpened,
+    SaidText,
+    Thought,
+    sendable,
+)
 
 NewId = Callable[[], str]
 
@@ -66,12 +73,12 @@ class PartsWriter:
         self._mark()
         self._muted = self._opened > 0 and not self._parallel
         if not self._muted:
-            self._parts.append(CallOpened(self._opened, self._new_id(), name))
+            self._parts.append(CallOpened(self._opened, self._new_id(), sendable(name)))
             self._opened += 1
 
     def arguments(self, text: str) -> None:
         if not self._muted:
-            self._add(CallArguments(self._opened - 1, text), text)
+            self._add(CallArguments(self._opened - 1, sendable(text)), text)
 
     def end_call(self) -> None:
         self.calls += not self._muted

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 
+from gateway.chat.parts import sendable
+
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # A JSON string's content up to its end, without an escape that is cut off: half a \u pair may be one.
 _WHOLE = re.compile(
@@ -44,6 +46,7 @@ class FreeText:
         return self._add(_only_text(self._raw))
 
     def _add(self, text: str) -> str:
+        text = sendable(text)
         self.text += text
         return text
 
