@@ -11,10 +11,17 @@ from typing import Any
 import msgspec
 
 from coordinator.errors import InvalidValue
+from gateway.limits import at_most
+
+# Nothing that fits a lane has as many. Reading millions of empty lists stops everybody else for seconds.
+_MOST_BRACKETS = 1 << 20
+_MOST_OBJECTS = 50_000  # in one list, before each is looked at
 
 
 def parse(body: bytes) -> Fields:
     """Raises InvalidValue."""
+    if len(body) > _MOST_BRACKETS:
+        at_most("body", body.count(b"[") + body.count(b"{"), _MOST_BRACKETS, "brackets")
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -77,7 +84,9 @@ class Fields:
 
     def objects(self, name: str) -> Iterator[Fields]:
         """The objects of a list."""
-        for place, value in enumerate(self.list(name)):
+        values = self.list(name)
+        at_most(self.path(name), len(values), _MOST_OBJECTS, "objects")
+        for place, value in enumerate(values):
             path = f"{self.path(name)}[{place}]"
             if not isinstance(value, dict):
                 raise InvalidValue(path, "must be an object")

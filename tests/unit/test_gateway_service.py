@@ -167,7 +167,7 @@ class _Merging(ByteTokenizer):
 
 async def test_a_sessions_own_ids_are_kept_where_its_text_would_tokenize_otherwise() -> None:
     async with house() as it:
-        it.service._tokenizer = _Merging()
+        it.service._prepare._tokenizer = _Merging()
         own = (256, *b"ab", 257)
         turn = TurnRequest(TokenPrompt(own), session=S, sampling=GREEDY, max_tokens=1)
         await it.run(turn)
@@ -274,7 +274,7 @@ class _NeverAsked(ByteTokenizer):
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     async with house() as it:
-        it.service._tokenizer = _NeverAsked()
+        it.service._prepare._tokenizer = _NeverAsked()
         for prompt in (
             TextPrompt("x" * 5_000_000),
             ChatPrompt((Message("user", "x" * 5_000_000),)),

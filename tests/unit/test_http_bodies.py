@@ -66,3 +66,15 @@ def test_a_field_is_named_by_its_whole_path() -> None:
     with pytest.raises(InvalidValue) as refused:
         chat_request.chat(parse(msgspec.json.encode(body)), Asker())
     assert refused.value.field == "messages[1].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("filler", [b"[],", b"{},"])
+def test_millions_of_lists_are_refused_before_they_are_read(filler: bytes) -> None:
+    with pytest.raises(InvalidValue, match="brackets"):
+        parse(b'{"unknown":[' + filler * (1 << 20) + b"0]}")
+
+
+def test_more_objects_than_a_conversation_has_are_refused_before_they_are_read() -> None:
+    body = parse(b'{"messages":[' + b"{}," * 50_000 + b"{}]}")
+    with pytest.raises(InvalidValue, match=r"messages: has 50001 objects"):
+        chat_request.chat(body, Asker())

@@ -112,7 +112,7 @@ class _Held(ByteTokenizer):
 
 async def test_closing_a_session_takes_back_a_turn_that_is_still_being_read() -> None:
     async with house() as it:
-        it.service._tokenizer = held = _Held()
+        it.service._prepare._tokenizer = held = _Held()
         turn = asyncio.create_task(it.run(TurnRequest(TextPrompt("abc"), session=S)))
         await asyncio.to_thread(held.asked.wait)
         assert it.service.open_turns == 1
@@ -126,7 +126,7 @@ async def test_closing_a_session_takes_back_a_turn_that_is_still_being_read() ->
 
 async def test_a_deadline_holds_while_the_prompt_is_read() -> None:
     async with house() as it:
-        it.service._tokenizer = held = _Held()
+        it.service._prepare._tokenizer = held = _Held()
         with pytest.raises(DeadlineExceeded):
             await it.run(TurnRequest(TextPrompt("abc"), timeout_s=0.02))
         held.may.set()
