@@ -238,7 +238,9 @@ class RingDriver:
             name=self.name,
             info=self._info,
             ready=core is not None and health.ready and down is None and not self._draining,
-            reason=down or health.reason or ("draining" if self._draining else ""),
+            reason="loading"
+            if core is None
+            else down or health.reason or ("draining" if self._draining else ""),
             draining=self._draining,
             epoch=core.ledger.epoch if core is not None else 0,
             busy_lanes=core.lanes.busy if core is not None else 0,

@@ -132,7 +132,7 @@ class QueueFull(BusyError):
 
     def __init__(self, *, waiting: int, retry_after_s: float) -> None:
         super().__init__(
-            f"{waiting} jobs are waiting; try again later", retry_after_s=retry_after_s
+            f"{waiting} turns are waiting; try again later", retry_after_s=retry_after_s
         )
         self.waiting = waiting
 
@@ -144,7 +144,7 @@ class RateLimited(BusyError):
 
     def __init__(self, *, what: str, limit: int, retry_after_s: float) -> None:
         super().__init__(
-            f"this API key may use {limit} {what}; try again in {retry_after_s:.1f} s",
+            f"this API key may have {limit} {what}; try again in {retry_after_s:.1f} s",
             retry_after_s=retry_after_s,
         )
         self.what = what

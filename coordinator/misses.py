@@ -20,6 +20,9 @@ from coordinator.requests import Miss, MissKind, Request, SessionId
 _MOST_TOKENS = 32 * 2**20
 # Of one session: its conversation and a few kinds of side calls.
 _MOST_BRANCHES = 4
+# Fewer rows are computed sooner than they are copied or brought back (SchedulerSettings.min_copy_rows): that these few
+# were not reused is no news where the prompt goes another way behind them.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,8 @@ class SessionPasts:
         past = pasts[depths.index(max(depths))]
         if cached_prefix >= min(len(past.tokens), last):
             return None
-        if cached_prefix < shared:
+        leaves = shared < min(len(past.tokens), last)
+        if cached_prefix < shared - (_LEAST_ROWS if leaves else 0):
             if past.epoch != epoch:
                 return Miss(MissKind.RING_LOST)
             return Miss(MissKind.NO_CHECKPOINT if held >= shared else MissKind.EVICTED)

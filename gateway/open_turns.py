@@ -40,6 +40,8 @@ class OpenTurn:
 class OpenTurns:
     def __init__(self) -> None:
         self._turns: set[OpenTurn] = set()
+        self._none = asyncio.Event()
+        self._none.set()
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -48,10 +50,17 @@ class OpenTurns:
     def opened(self, session: SessionId | None) -> Iterator[OpenTurn]:
         turn = OpenTurn(session)
         self._turns.add(turn)
+        self._none.clear()
         try:
             yield turn
         finally:
             self._turns.discard(turn)
+            if not self._turns:
+                self._none.set()
+
+    async def idle(self) -> None:
+        """Returns when there is none."""
+        await self._none.wait()
 
     def close(self, session: SessionId) -> bool:
         """Closes the session's turns; whether there were any."""

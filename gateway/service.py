@@ -104,6 +104,15 @@ class GenerationService:
         """Turns that are being read, wait or run."""
         return len(self._turns)
 
+    async def idle(self) -> None:
+        """Returns when there is no open turn."""
+        await self._turns.idle()
+
+    @property
+    def most_turns(self) -> int | None:
+        """That one caller may have at once; None: as many as there is room for."""
+        return None if self._quotas is None else self._quotas.most_jobs
+
     def close_session(self, session: SessionId) -> bool:
         """Cancels the session's turns and forgets it; False when it is unknown."""
         had_turns = self._turns.close(session)

@@ -34,7 +34,10 @@ _MASK_S = 0.02
 _MORE_S = 1.0
 
 # Between two tokens of JSON: enough for any indentation, and no endless run of line breaks.
-_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
+# Between JSON's tokens: a space or two, or a new line and what it is indented by. A small model that may write more
+# may write nothing else to the end of its tokens.
+WHITE_SPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
+_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": WHITE_SPACE}
 
 
 class Grammars:

@@ -7,19 +7,24 @@ what was begun is taken back in order, but for a few seconds only, and one more 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 import threading
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 
 from gateway.launch import Running, launch
-from gateway.progress import open_board
+from gateway.observing.settings import LogFormat
+from gateway.progress import LineBoard, open_board
 from gateway.settings import ServeSettings
+
+log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 # What ending the rings may take when someone wants the process gone.
@@ -40,17 +45,20 @@ def serve_until_interrupted(settings: ServeSettings) -> int:
 
 async def _serve(settings: ServeSettings) -> None:
     shown, told = Console(stderr=True), Console(soft_wrap=True)
+    # Where every line is to be an object, what happens is logged.
+    is_logged = settings.observe.log_format is LogFormat.JSON
+    say = log.info if is_logged else partial(shown.print, markup=False, highlight=False)
     with _Interrupts() as interrupts:
         async with AsyncExitStack() as stack:
-            with open_board(shown) as board:
+            with nullcontext(LineBoard(say)) if is_logged else open_board(shown) as board:
                 running = await stack.enter_async_context(launch(settings, board))
             interrupts.drain_from_now()
             if settings.is_readable_by_others:
-                shown.print(_NO_TLS, style="yellow", highlight=False)
+                say(_NO_TLS)
             told.print(ready_line(running, settings), markup=False, highlight=False)
             await interrupts.asked()
-            shown.print(draining_line(running.service.open_turns), highlight=False)
-        shown.print("stopped")
+            say(draining_line(running.service.open_turns))
+        say("stopped")
 
 
 def draining_line(turns: int) -> str:

@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 from gateway.http.anthropic.errors import error_body
 from gateway.http.anthropic.messages import Messages
 from gateway.http.document import Document
-from gateway.http.front import Front
+from gateway.http.errors import request_id_headers
+from gateway.http.front import Draining, Front
 from gateway.http.metrics import Scraping
 from gateway.http.openai.chat import Chat
 from gateway.http.openai.models import Models
@@ -32,8 +33,9 @@ def make_app(
     loading: LoadRecord,
     metrics: Metrics | None = None,
     guard: Guard = OPEN,
+    draining: Draining | None = None,
 ) -> Starlette:
-    front = Front(service, most_bytes, guard)
+    front = Front(service, most_bytes, guard, draining)
     operators = (Operators(front, loading), StatusPage(front, feed), Document(front))
     fronts = (Chat(front), Responses(front), Messages(front), Models(front), *operators)
     routes = [route for each in fronts for route in each.routes()]
@@ -45,7 +47,12 @@ def make_app(
 async def _unknown(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     said = f"there is no {request.method} {request.url.path} here"
+    request_id = uuid.uuid4().hex
+    # Starlette says which methods there are.
+    headers = {**(getattr(error, "headers", None) or {}), **request_id_headers(request_id)}
+    headers["x-should-retry"] = "false"
     if request.url.path.startswith("/v1/messages"):
-        return JSONResponse(error_body("not_found_error", said, uuid.uuid4().hex), status)
-    kind = {"message": said, "type": "invalid_request_error", "param": None}
-    return JSONResponse({"error": {**kind, "code": "not_found"}}, status_code=status)
+        return JSONResponse(error_body("not_found_error", said, request_id), status, headers)
+    code = "method_not_allowed" if status == 405 else "not_found"
+    kind = {"message": said, "type": "invalid_request_error", "param": None, "code": code}
+    return JSONResponse({"error": kind}, status, headers)

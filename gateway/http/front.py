@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.errors import InvalidApiKey, RequestTooLarge
+from coordinator.errors import InvalidApiKey, RequestTooLarge, RingUnavailable
 from gateway.errors import is_internal
 from gateway.http.asker import Asker
 from gateway.http.errors import CLIENT_CLOSED, Dialect, error_response, request_id_headers
@@ -31,11 +31,24 @@ Handler = Callable[[Request], Awaitable[Response]]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+class Draining:
+    """Said once, by the server, when it takes no more turns."""
+
+    begun = False
+
+
 class Front:
     """One service behind HTTP. `most_bytes`: of a request's body."""
 
-    def __init__(self, service: GenerationService, most_bytes: int, guard: Guard = OPEN) -> None:
+    def __init__(
+        self,
+        service: GenerationService,
+        most_bytes: int,
+        guard: Guard = OPEN,
+        draining: Draining | None = None,
+    ) -> None:
         self.service = service
+        self.draining = draining or Draining()
         self.created = int(time.time())
         self._most_bytes = most_bytes
         self._guard = guard
@@ -67,6 +80,8 @@ class Front:
             caller = self._guard.caller(request.headers.items())
             session = request.headers.get("x-session-id") or None
             request.state.asker = Asker(session, caller.name, caller.tenant)
+            if self.draining.begun:
+                raise RingUnavailable("the server is draining")
             return await handler(request)
 
         return checked

@@ -36,6 +36,8 @@ class Operators:
         """503 until a ring has loaded all of its stages, with how far each is."""
         rings = self._front.service.rings()
         told = [self._ring(ring) for ring in rings] if self._front.knows(request) else []
+        if self._front.draining.begun:
+            return JSONResponse({"status": "draining", "rings": told}, 503, {"retry-after": "1"})
         if any(ring.ready for ring in rings):
             return JSONResponse({"status": "ready", "rings": told})
         loads = any(ring.info is None for ring in rings)

@@ -14,6 +14,7 @@ import uvicorn
 from coordinator.errors import InvalidSetting
 from gateway.http.app import make_app
 from gateway.http.connection import ConnectionConfig
+from gateway.http.front import Draining
 from gateway.http.status.feed import Feed
 from gateway.http.status.snapshot import Snapshots
 from gateway.observing.sights import Sights
@@ -45,8 +46,10 @@ async def serve_http(
     listening = _listen(settings)
     sights = sights or Sights()
     feed = Feed(Snapshots(service, sights).encoded)
+    shown = (feed, sights.loading, sights.metrics)
+    draining = Draining()
     config = ConnectionConfig(
-        make_app(service, settings.max_body_bytes, feed, sights.loading, sights.metrics, guard),
+        make_app(service, settings.max_body_bytes, *shown, guard, draining),
         ssl_context_factory=_context_factory(guard.tls),
         log_config=None,
         access_log=False,
@@ -57,7 +60,6 @@ async def serve_http(
         limit_concurrency=settings.max_connections + 1,
         request_s=settings.request_s,
         unread_s=settings.unread_s,
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
     )
     server = _Server(config)
     host, port = listening.getsockname()[:2]
@@ -67,9 +69,12 @@ async def serve_http(
     except BaseException:
         server.force_exit = True
         raise
+    else:
+        draining.begun = True
+        await _last_turns(server, service, settings.drain_s)
     finally:
         feed.close()
-        await _drain(server, task)
+        await _end(server, task)
 
 
 def _context_factory(
@@ -78,8 +83,19 @@ def _context_factory(
     return None if tls is None else lambda _config, _default: tls.context
 
 
-async def _drain(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
-    """Running requests end, unless somebody wants to be gone."""
+async def _last_turns(server: uvicorn.Server, service: GenerationService, drain_s: float) -> None:
+    """Turns that run go on to their end, as far as there is time. Who asks meanwhile is told that there are no more."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + drain_s
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await service.idle()
+    # What is decided may still be on its way.
+    server.config.timeout_graceful_shutdown = max(1, round(until - clock()))
+
+
+async def _end(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+    """Requests end, unless somebody wants to be gone."""
     server.should_exit = True
     try:
         await asyncio.shield(task)

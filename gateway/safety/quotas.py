@@ -67,6 +67,11 @@ class Quotas:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}  # one a key: as many as there are keys at most
 
+    @property
+    def most_jobs(self) -> int | None:
+        """That a caller may have at once."""
+        return self._limits.jobs
+
     @contextmanager
     def admit(self, caller: Caller) -> Iterator[Admitted]:
         """The job runs inside. Raises RateLimited before it begins, and then nothing was counted."""
@@ -82,7 +87,7 @@ class Quotas:
     def _require_job(self, account: _Account) -> None:
         most = self._limits.jobs
         if most is not None and account.jobs >= most:
-            raise RateLimited(what="jobs at once", limit=most, retry_after_s=_RETRY_JOBS_S)
+            raise RateLimited(what="turns at once", limit=most, retry_after_s=_RETRY_JOBS_S)
 
     def _require_tokens(self, account: _Account) -> None:
         most = self._limits.tokens_per_minute

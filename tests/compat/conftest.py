@@ -20,6 +20,8 @@ from fakering.scripted import ScriptedModel
 from gateway.chat.byte_tokenizer import END, ByteTokenizer
 from gateway.client import Client
 from gateway.http.server import serve_http
+from gateway.observing.metrics.exposition import Metrics
+from gateway.observing.sights import Sights
 from gateway.pb.generation_pb2_grpc import GenerationServiceStub
 from gateway.rpc.server import serve_grpc
 from gateway.service import GenerationService
@@ -112,7 +114,8 @@ def http(
         named = ("max_body_bytes", "request_s", "unread_s")
         own = {name: kinds.pop(name) for name in named if name in kinds}
         settings = HttpSettings(drain_s=1.0, **own)
-        async with site(**kinds) as fake, serve_http(fake.service, settings) as address:
+        seen = Sights(metrics=Metrics("ringserve:", "fake"))
+        async with site(**kinds) as fake, serve_http(fake.service, settings, seen) as address:
             yield Http(address), fake
 
     return make

@@ -148,3 +148,15 @@ async def _until(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it never came to hold")
+
+
+async def test_more_choices_than_a_key_may_have_turns_are_refused_for_good() -> None:
+    async with guarded(key_max_jobs=2) as it:
+        body = {"messages": TALK[:1], "max_tokens": 2}
+        for n, status in ((2, 200), (3, 400)):
+            told = await it.http.post(
+                "/v1/chat/completions", {**body, "n": n}, authorization=f"Bearer {ALICE}"
+            )
+            assert told[0] == status, told[2]
+        assert told[2]["error"]["param"] == "n"
+        assert told[1]["x-should-retry"] == "false"

@@ -50,11 +50,15 @@ ANSWERS = st.lists(PIECES, max_size=12).map("".join)
 
 
 def _parser(
-    *, thinking: bool = False, parallel: bool = True, call: Marks | None = TOOL_CALL
+    *,
+    thinking: bool = False,
+    parallel: bool = True,
+    call: Marks | None = TOOL_CALL,
+    demanded: bool = False,
 ) -> TaggedParser:
     ids = (f"call_{n}" for n in itertools.count())
     writer = PartsWriter(lambda: next(ids), parallel=parallel)
-    return TaggedParser(writer, thinking=thinking, call=call)
+    return TaggedParser(writer, thinking=thinking, call=call, demanded=demanded)
 
 
 def _parts(parser: TaggedParser, *pieces: str) -> tuple[AnswerPart, ...]:
@@ -201,6 +205,14 @@ def test_an_answer_that_is_cut_in_a_call_has_no_whole_call() -> None:
     parts = _parts(parser, '<tool_call>{"name": "f", "arguments": {"a": ')
     assert parts == (CallOpened(0, "call_0", "f"), CallArguments(0, '{"a": '))
     assert parser.calls == 0
+
+
+@pytest.mark.parametrize("cut", ["<tool_", '<tool_call>\n{"name": "get_'])
+def test_a_demanded_call_that_is_cut_before_its_name_is_no_text(cut: str) -> None:
+    assert _parts(_parser(demanded=True), cut) == ()
+    assert _parts(_parser(), cut) == (SaidText(cut),)
+    thought = _parts(_parser(demanded=True, thinking=True), "Hm")
+    assert thought == (Thought("Hm"),)
 
 
 def test_bare_calls_are_only_those_that_begin_an_answer() -> None:

@@ -221,7 +221,10 @@ def test_tools_that_anthropic_runs_are_left_out() -> None:
         ({"type": "auto", "disable_parallel_tool_use": True}, AnswerForm(parallel=False)),
         ({"type": "none"}, AnswerForm(calls=False)),
         ({"type": "any"}, AnswerForm(must_call=True)),
-        ({"type": "tool", "name": "look"}, AnswerForm(must_call=True, among=("look",))),
+        (
+            {"type": "tool", "name": "look"},
+            AnswerForm(must_call=True, among=("look",), parallel=False),
+        ),
     ],
 )
 def test_a_choice_of_tools_is_the_answers_form(choice: Any, form: AnswerForm) -> None:

@@ -40,7 +40,7 @@ def _named(name: str) -> dict[str, Any]:
         ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "name": "move"}},
-            AnswerForm(must_call=True, among=("move",)),
+            AnswerForm(must_call=True, among=("move",), parallel=False),
         ),
         (
             {

@@ -35,6 +35,12 @@ def test_a_side_call_diverges_where_it_leaves_the_conversation() -> None:
     assert _miss(_after(_MAIN), _SIDE, 1) == Miss(MissKind.DIVERGED, 1)
 
 
+def test_another_date_in_the_first_line_is_a_divergence_and_no_eviction() -> None:
+    dated = (*_MAIN[:12], 7, *_MAIN[13:])
+    assert _miss(_after(_MAIN), dated, 0) == Miss(MissKind.DIVERGED, 12)
+    assert _miss(_after(_MAIN), (*_MAIN[:40], 7), 0) == Miss(MissKind.EVICTED)
+
+
 def test_a_turn_takes_the_place_of_the_one_that_it_went_on_from() -> None:
     longer = (*_MAIN[:90], *range(50))
     pasts = _after(_MAIN, _SIDE, longer)

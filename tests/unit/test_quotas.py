@@ -36,7 +36,7 @@ def test_jobs_at_once_are_counted_for_each_key_and_given_back_however_they_end()
     with ExitStack() as running:
         for _ in range(2):
             running.enter_context(quotas.admit(_A))
-        with pytest.raises(RateLimited, match="2 jobs at once") as told, quotas.admit(_A):
+        with pytest.raises(RateLimited, match="2 turns at once") as told, quotas.admit(_A):
             pass
         assert told.value.retry_after_s > 0
         assert wait_of(quotas, _B) == 0

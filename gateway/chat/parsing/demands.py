@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from coordinator.errors import InvalidValue
+from gateway.chat.grammar import WHITE_SPACE
 from gateway.chat.parsing.formats import AnswerFormat, CallFrame
 from gateway.chat.parsing.tagged import BARE
 from gateway.chat.parts import AnswerForm
@@ -20,7 +21,7 @@ from gateway.turns import GrammarKind, GrammarSpec
 if TYPE_CHECKING:
     from gateway.chat.folding import TemplateDict
 
-_OPTIONS: Mapping[str, object] = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
+_OPTIONS: Mapping[str, object] = {"whitespace_pattern": WHITE_SPACE}
 # Characters of all tools' schemas, well below what a grammar may have; of more, only the tools' names are held.
 _LONGEST_SCHEMAS = 1 << 16
 # A tool's schema is its author's; what of it cannot be held is left to the model. Arguments are spaced as templates

@@ -104,13 +104,16 @@ class AnswerFormat:
             if self.is_ours:
                 assert self.think is not None
                 prompt = _ANCHOR + self.think.open * self.opens_thought(prompt)
-            return TemplatedParser(self.template, writer, prompt, tools, calls=calls)
+            return TemplatedParser(
+                self.template, writer, prompt, tools, calls=calls, demanded=form.must_call
+            )
         return TaggedParser(
             writer,
             think=self.think,
             call=self.call if calls else None,
             thinking=self.opens_thought(prompt),
             special=None if self._marks.isdisjoint(self.specials) else self.special,
+            demanded=form.must_call,
         )
 
 

@@ -41,12 +41,14 @@ class TaggedParser:
         call: Marks | None = TOOL_CALL,
         thinking: bool = False,
         special: re.Pattern[str] | None = None,
+        demanded: bool = False,
     ) -> None:
-        """`thinking`: the prompt has opened a thought already."""
+        """`thinking`: the prompt has opened a thought already; `demanded`: the answer can be nothing but calls."""
         self._writer = writer
         self._think = think
         self._call = call
         self._special = special
+        self._demanded = demanded
         self._buffer = ""
         self._raw = ""  # a call that has no name yet
         self._reader = CallReader(writer)
@@ -74,10 +76,12 @@ class TaggedParser:
 
     def flush(self) -> tuple[AnswerPart, ...]:
         rest, self._buffer = self._buffer, ""
-        if self._mode == self._text:
-            self._writer.said(rest)
-        elif self._mode == self._thought:
+        if self._mode == self._thought:
             self._writer.thought(rest)
+        elif self._demanded:  # what was cut is the beginning of a call, and no text
+            pass
+        elif self._mode == self._text:
+            self._writer.said(rest)
         elif self._mode == self._in_call and not self._reader.opened:
             self._writer.said(self._raw + rest)
         self._writer.flush()

@@ -37,12 +37,15 @@ class TemplatedParser:
         tools: Sequence[Mapping[str, object]] = (),
         *,
         calls: bool = True,
+        demanded: bool = False,
     ) -> None:
+        """`demanded`: the answer can be nothing but calls."""
         fields = template.fields
         if not calls:
             fields = {name: field for name, field in fields.items() if name not in _CALLS}
         self._template = replace(template, fields=fields)
         self._writer = writer
+        self._demanded = demanded
         self._tools = [dict(tool) for tool in tools]
         self._field = ""
         self._seen = ""  # since the last call
@@ -95,7 +98,7 @@ class TemplatedParser:
     def _give_back(self) -> None:
         if self._field in THOUGHTS:
             self._writer.close_thought()
-        elif self._field in _CALLS and not self._opened:
+        elif self._field in _CALLS and not self._opened and not self._demanded:
             self._writer.said(self._seen[self._call_at :])
         self._seen, self._field, self._reader = "", "", None
         self._parser = self._fresh("")

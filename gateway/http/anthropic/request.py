@@ -130,8 +130,9 @@ def _stops(body: Fields) -> tuple[str, ...]:
 
 def _form(body: Fields, tools: Sequence[Tool]) -> AnswerForm:
     choice = body.object("tool_choice")
-    parallel = not choice.flag("disable_parallel_tool_use")
     kind = choice.text("type")
+    # A tool that is named is to be called, and not twice.
+    parallel = not choice.flag("disable_parallel_tool_use") and kind != "tool"
     if kind not in (None, "auto", "any", "tool", "none"):
         raise InvalidValue(choice.path("type"), f"{kind} is none of auto, any, tool, none")
     must = kind in ("any", "tool")

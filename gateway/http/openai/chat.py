@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from coordinator.errors import InvalidValue
 from gateway.http.asker import Asker
 from gateway.http.fields import Fields
 from gateway.http.front import Front
@@ -40,9 +41,15 @@ class Chat:
     async def completion(self, request: Request) -> Response:
         return await self._answer(request, chat_request.completion, chat=False)
 
+    def _check_choices(self, count: int) -> None:
+        most = self._service.most_turns
+        if most is not None and count > most:
+            raise InvalidValue("n", f"is {count}, and each key may have {most} turns at once")
+
     async def _answer(self, request: Request, reader: Reader, *, chat: bool) -> Response:
         asker = self._front.asker(request)
         asked = await self._front.read(request, lambda body: reader(body, asker))
+        self._check_choices(len(asked.turns))
         name, text_of = self._service.name, self._service.token_text
         answering = Answering(name, int(time.time()), text_of, chat=chat)
         if asked.stream:

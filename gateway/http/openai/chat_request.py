@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.errors import InvalidValue
-from coordinator.requests import SamplingSpec
+from coordinator.requests import MAX_LOGPROBS, SamplingSpec
 from gateway.chat.billing import without_billing
 from gateway.chat.messages import Message, ToolCall
 from gateway.chat.parts import AnswerForm
@@ -51,13 +51,32 @@ def chat(body: Fields, asker: Asker) -> Asked:
         tools=tools,
         template_args=template_args(body),
     )
-    wanted = body.whole("top_logprobs") or 0 if body.flag("logprobs") else None
+    wanted = _logprobs(body)
     form = answer_form(body, tools)
     return _asked(body, prompt, asker, wanted, form)
 
 
+def _logprobs(body: Fields) -> int | None:
+    most = body.whole("top_logprobs") or 0
+    if not 0 <= most <= MAX_LOGPROBS:
+        raise InvalidValue("top_logprobs", f"must be between 0 and {MAX_LOGPROBS}")
+    if most and not body.flag("logprobs"):
+        raise InvalidValue("top_logprobs", "needs logprobs")
+    return most if body.flag("logprobs") else None
+
+
 def completion(body: Fields, asker: Asker) -> Asked:
+    _refuse_unserved(body)
     return _asked(body, _prompt(body), asker, body.whole("logprobs"))
+
+
+def _refuse_unserved(body: Fields) -> None:
+    """What would change the answer, and does not."""
+    for name, unserved in (("echo", body.flag("echo")), ("suffix", body.text("suffix"))):
+        if unserved:
+            raise InvalidValue(name, "is not served")
+    if (body.whole("best_of") or 1) > 1:
+        raise InvalidValue("best_of", "is not served; use n")
 
 
 def tokenized(body: Fields) -> Prompt:
@@ -154,7 +173,7 @@ def _prompt(body: Fields) -> Prompt:
         return TextPrompt(value)
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return TokenPrompt(tuple(value))
-    raise InvalidValue("prompt", "must be a string or a list of token ids")
+    raise InvalidValue("prompt", "must be one string, or one list of token ids")
 
 
 def _message(message: Fields) -> Message:

@@ -28,11 +28,13 @@ def chosen_form(
             raise InvalidValue("tool_choice", f"there is no tool {name!r} among tools")
     if mode == "required" and not tools:
         raise InvalidValue("tool_choice", "there are no tools to call")
+    named = mode == "required" and len(names) == 1  # which is to be called, and not twice
+    several = not body.has("parallel_tool_calls") or body.flag("parallel_tool_calls")
     return AnswerForm(
         calls=bool(tools) and mode != "none",
         must_call=mode == "required",
         among=names,
-        parallel=not body.has("parallel_tool_calls") or body.flag("parallel_tool_calls"),
+        parallel=several and not named,
     )
 
 

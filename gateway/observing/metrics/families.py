@@ -236,7 +236,11 @@ RECALLED = _counter(
 AHEAD = _counter("rows_ahead", "Rows computed while nobody waited.")
 HOST_ROWS = _gauge("host_store_rows", "Rows that each stage's host memory holds.", "ring")
 HOST_ROOM = _gauge("host_store_room_rows", "Rows that it has room for in all.", "ring")
-HOST_PINNED = _gauge("host_store_pinned_rows", "Rows that are pinned there.", "ring")
+HOST_PINNED = _gauge(
+    "host_store_pinned_rows",
+    "Rows that are pinned there: by hand, or as what many conversations begin with.",
+    "ring",
+)
 
 AT_A_LOOK = (
     RUNNING,
