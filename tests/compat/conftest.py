@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
 
 from coordinator.clock import SystemClock
 from coordinator.config import SchedulerSettings
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
 MAX_ROWS = 2048
+_STRICT: Any = {"api_key": "none", "max_retries": 0, "_strict_response_validation": True}
 
 
 @dataclass(frozen=True)
@@ -117,5 +120,41 @@ def http(
         seen = Sights(metrics=Metrics("ringserve:", "fake"))
         async with site(**kinds) as fake, serve_http(fake.service, settings, seen) as address:
             yield Http(address), fake
+
+    return make
+
+
+@pytest.fixture
+def openai_sdk(
+    site: Callable[..., AbstractAsyncContextManager[Site]],
+) -> Callable[..., AbstractAsyncContextManager[tuple[AsyncOpenAI, Site]]]:
+    """Makes a site behind HTTP and OpenAI's own client of it, which refuses what it does not know."""
+
+    @asynccontextmanager
+    async def make(**kinds: Any) -> AsyncIterator[tuple[AsyncOpenAI, Site]]:
+        async with (
+            site(**kinds) as fake,
+            serve_http(fake.service, HttpSettings(drain_s=1.0)) as address,
+            AsyncOpenAI(base_url=f"http://{address}/v1", **_STRICT) as client,
+        ):
+            yield client, fake
+
+    return make
+
+
+@pytest.fixture
+def anthropic_sdk(
+    site: Callable[..., AbstractAsyncContextManager[Site]],
+) -> Callable[..., AbstractAsyncContextManager[tuple[AsyncAnthropic, Site]]]:
+    """The same with Anthropic's."""
+
+    @asynccontextmanager
+    async def make(**kinds: Any) -> AsyncIterator[tuple[AsyncAnthropic, Site]]:
+        async with (
+            site(**kinds) as fake,
+            serve_http(fake.service, HttpSettings(drain_s=1.0)) as address,
+            AsyncAnthropic(base_url=f"http://{address}", **_STRICT) as client,
+        ):
+            yield client, fake
 
     return make

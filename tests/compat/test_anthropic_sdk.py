@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
@@ -22,8 +20,6 @@ from gateway.chat.parts import (
     SaidText,
     Thought,
 )
-from gateway.http.server import serve_http
-from gateway.settings import HttpSettings
 from gateway.turns import (
     ChatPrompt,
     TurnDelta,
@@ -35,9 +31,7 @@ from gateway.turns import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from contextlib import AbstractAsyncContextManager
 
-    from tests.compat.conftest import Site
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 # The package leaves out what Anthropic's newest models take no more.
@@ -48,29 +42,8 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 Making = Any
 
 
-@pytest.fixture
-def sdk(
-    site: Callable[..., AbstractAsyncContextManager[Site]],
-) -> Callable[..., AbstractAsyncContextManager[tuple[AsyncAnthropic, Site]]]:
-    @asynccontextmanager
-    async def make(**kinds: Any) -> AsyncIterator[tuple[AsyncAnthropic, Site]]:
-        async with (
-            site(**kinds) as fake,
-            serve_http(fake.service, HttpSettings(drain_s=1.0)) as address,
-            AsyncAnthropic(
-                base_url=f"http://{address}",
-                api_key="none",
-                max_retries=0,
-                _strict_response_validation=True,
-            ) as client,
-        ):
-            yield client, fake
-
-    return make
-
-
-async def test_a_message_is_whole_and_says_what_was_reused(sdk: Making) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_a_message_is_whole_and_says_what_was_reused(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True) as (client, _):
         answer = await client.messages.create(**ASK)
         assert answer.id.startswith("msg_")
         assert (answer.type, answer.role, answer.model) == ("message", "assistant", "fake")
@@ -85,8 +58,8 @@ async def test_a_message_is_whole_and_says_what_was_reused(sdk: Making) -> None:
         assert again.usage.input_tokens == 0
 
 
-async def test_a_stream_says_the_same_in_pieces(sdk: Making) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_a_stream_says_the_same_in_pieces(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True) as (client, _):
         whole = await client.messages.create(**ASK)
         events = [event async for event in await client.messages.create(**ASK, stream=True)]
         for event in events:
@@ -102,44 +75,44 @@ async def test_a_stream_says_the_same_in_pieces(sdk: Making) -> None:
         assert final.stop_reason == "max_tokens"
 
 
-async def test_a_stop_sequence_is_named(sdk: Making) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_a_stop_sequence_is_named(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True) as (client, _):
         said = (await client.messages.create(**ASK)).content[0].text
         answer = await client.messages.create(**ASK, stop_sequences=["\n\nnever", said[3:6]])
         assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", said[3:6])
         assert answer.content[0].text == said[:3]
 
 
-async def test_an_answer_that_fills_the_lane_says_so(sdk: Making) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_an_answer_that_fills_the_lane_says_so(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True) as (client, _):
         long: Any = [{"role": "user", "content": "x" * 2000}]
         answer = await client.messages.create(model="fake", messages=long, max_tokens=4000)
         assert answer.stop_reason == "model_context_window_exceeded"
 
 
-async def test_tokens_are_counted_as_a_message_reads_them(sdk: Making) -> None:
+async def test_tokens_are_counted_as_a_message_reads_them(anthropic_sdk: Making) -> None:
     ask: Any = {
         "model": "fake",
         "messages": HELLO,
         "system": [{"type": "text", "text": "Be brief."}],
         "tools": [{"name": "look", "description": "Looks", "input_schema": {"type": "object"}}],
     }
-    async with sdk(endless=True) as (client, _):
+    async with anthropic_sdk(endless=True) as (client, _):
         count = await client.messages.count_tokens(**ask)
         answer = await client.messages.create(**ask, max_tokens=1)
         assert count.input_tokens == answer.usage.input_tokens > 100
 
 
-async def test_a_prompt_can_be_computed_without_an_answer(sdk: Making) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_a_prompt_can_be_computed_without_an_answer(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True) as (client, _):
         read = await client.messages.create(**{**ASK, "max_tokens": 0})
         assert (read.content, read.usage.output_tokens) == ([], 0)
         answer = await client.messages.create(**ASK)
         assert answer.usage.input_tokens == 0
 
 
-async def test_claude_codes_query_betas_and_model_names_do_no_harm(sdk: Making) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_claude_codes_query_betas_and_model_names_do_no_harm(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True) as (client, _):
         answer = await client.beta.messages.create(
             **{**ASK, "model": "claude-haiku-4-5"},
             betas=["claude-code-20250219", "interleaved-thinking-2025-05-14"],
@@ -176,12 +149,12 @@ def _answering(parts: tuple[AnswerPart, ...], turns: list[TurnRequest]) -> Any:
 
 
 async def test_thoughts_and_calls_come_whole_and_in_pieces(
-    sdk: Making, monkeypatch: pytest.MonkeyPatch
+    anthropic_sdk: Making, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[TurnRequest] = []
     ask: Any = {**ASK, "tools": [LOOK], "tool_choice": {"type": "any"}}
     ask["thinking"] = {"type": "enabled", "budget_tokens": 1024}
-    async with sdk() as (client, fake):
+    async with anthropic_sdk() as (client, fake):
         monkeypatch.setattr(fake.service, "generate", _answering(ANSWER, turns))
         whole = await client.messages.create(**ask)
         async with client.messages.stream(**ask) as stream:
@@ -201,10 +174,10 @@ async def test_thoughts_and_calls_come_whole_and_in_pieces(
 
 
 async def test_what_was_answered_can_be_sent_back(
-    sdk: Making, monkeypatch: pytest.MonkeyPatch
+    anthropic_sdk: Making, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns: list[TurnRequest] = []
-    async with sdk() as (client, fake):
+    async with anthropic_sdk() as (client, fake):
         monkeypatch.setattr(fake.service, "generate", _answering(ANSWER, turns))
         answer = await client.messages.create(**ASK, tools=[LOOK])
         result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "a tree"}
@@ -218,10 +191,12 @@ async def test_what_was_answered_can_be_sent_back(
     assert came == Message("tool", "a tree", tool_call_id="call_a")
 
 
-async def test_headers_name_the_session(sdk: Making, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_headers_name_the_session(
+    anthropic_sdk: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns: list[TurnRequest] = []
     named = {"X-Claude-Code-Session-Id": "s1", "X-Claude-Code-Agent-Id": "a1"}
-    async with sdk() as (client, fake):
+    async with anthropic_sdk() as (client, fake):
         monkeypatch.setattr(fake.service, "generate", _answering(ANSWER, turns))
         await client.messages.create(**ASK, extra_headers=named)
         await client.messages.create(**ASK, extra_headers={**named, "X-Session-Id": "mine"})
@@ -229,8 +204,8 @@ async def test_headers_name_the_session(sdk: Making, monkeypatch: pytest.MonkeyP
     assert [turn.session for turn in turns] == ["s1/a1", "mine", "b2"]
 
 
-async def test_an_answer_goes_on_from_what_was_begun(sdk: Making) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_an_answer_goes_on_from_what_was_begun(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True) as (client, _):
         said = (await client.messages.create(**ASK)).content[0].text
         begun = [*HELLO, {"role": "assistant", "content": said[:4]}]
         rest = await client.messages.create(**{**ASK, "messages": begun, "max_tokens": 5})
@@ -238,8 +213,8 @@ async def test_an_answer_goes_on_from_what_was_begun(sdk: Making) -> None:
         assert rest.usage.input_tokens <= 1
 
 
-async def test_errors_are_those_that_anthropics_clients_know(sdk: Making) -> None:
-    async with sdk() as (client, _):
+async def test_errors_are_those_that_anthropics_clients_know(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk() as (client, _):
         long: Any = [{"role": "user", "content": "x" * 3000}]
         with pytest.raises(
             anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2048 maximum"
@@ -258,16 +233,16 @@ async def test_errors_are_those_that_anthropics_clients_know(sdk: Making) -> Non
         assert nowhere.value.type == "not_found_error"
 
 
-async def test_a_ring_that_does_not_run_is_overloaded(sdk: Making) -> None:
-    async with sdk(start=False) as (client, _):
+async def test_a_ring_that_does_not_run_is_overloaded(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(start=False) as (client, _):
         with pytest.raises(anthropic.InternalServerError) as busy:
             await client.messages.create(**ASK)
         assert (busy.value.status_code, busy.value.type) == (529, "overloaded_error")
         assert int(busy.value.response.headers["retry-after"]) >= 1
 
 
-async def test_a_full_queue_says_when_to_come_again(sdk: Making) -> None:
-    async with sdk(endless=True, step_s=0.05, queue_limit=1) as (client, fake):
+async def test_a_full_queue_says_when_to_come_again(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True, step_s=0.05, queue_limit=1) as (client, fake):
         ask: Any = {**ASK, "max_tokens": 400, "stream": True}
         running = [asyncio.create_task(client.messages.create(**ask)) for _ in range(5)]
         await _until(lambda: fake.driver.status().waiting_jobs == 1)
@@ -280,8 +255,8 @@ async def test_a_full_queue_says_when_to_come_again(sdk: Making) -> None:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def test_an_error_behind_the_first_byte_comes_in_band(sdk: Making) -> None:
-    async with sdk(endless=True, step_s=0.01) as (client, fake):
+async def test_an_error_behind_the_first_byte_comes_in_band(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True, step_s=0.01) as (client, fake):
         stream = await client.messages.create(**{**ASK, "max_tokens": 900}, stream=True)
 
         async def read() -> None:
@@ -293,8 +268,8 @@ async def test_an_error_behind_the_first_byte_comes_in_band(sdk: Making) -> None
         assert broken.value.type == "api_error"
 
 
-async def test_closing_a_stream_frees_its_lane(sdk: Making) -> None:
-    async with sdk(endless=True, step_s=0.01) as (client, fake):
+async def test_closing_a_stream_frees_its_lane(anthropic_sdk: Making) -> None:
+    async with anthropic_sdk(endless=True, step_s=0.01) as (client, fake):
         stream = await client.messages.create(**{**ASK, "max_tokens": 900}, stream=True)
         await anext(aiter(stream))
         assert fake.driver.status().busy_lanes == 1

@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
-
-from gateway.http.server import serve_http
-from gateway.settings import HttpSettings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from contextlib import AbstractAsyncContextManager
-
-    from tests.compat.conftest import Site
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture
-def sdk(
-    site: Callable[..., AbstractAsyncContextManager[Site]],
-) -> Callable[..., AbstractAsyncContextManager[tuple[AsyncOpenAI, Site]]]:
-    @asynccontextmanager
-    async def make(**kinds: Any) -> AsyncIterator[tuple[AsyncOpenAI, Site]]:
-        async with (
-            site(**kinds) as fake,
-            serve_http(fake.service, HttpSettings(drain_s=1.0)) as address,
-            AsyncOpenAI(
-                base_url=f"http://{address}/v1",
-                api_key="none",
-                max_retries=0,
-                _strict_response_validation=True,
-            ) as client,
-        ):
-            yield client, fake
-
-    return make
-
-
-async def test_whole_and_streamed_chats_agree(sdk: Any) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_whole_and_streamed_chats_agree(openai_sdk: Any) -> None:
+    async with openai_sdk(endless=True) as (client, _):
         ask: Any = {"model": "fake", "messages": HELLO, "max_tokens": 9, "temperature": 0}
         whole = await client.chat.completions.create(**ask)
         stream = await client.chat.completions.create(
@@ -58,8 +26,8 @@ async def test_whole_and_streamed_chats_agree(sdk: Any) -> None:
         assert chunks[-1].usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens
 
 
-async def test_the_stream_helper_puts_the_answer_together(sdk: Any) -> None:
-    async with sdk() as (client, _):
+async def test_the_stream_helper_puts_the_answer_together(openai_sdk: Any) -> None:
+    async with openai_sdk() as (client, _):
         ask: Any = {"model": "fake", "messages": HELLO, "temperature": 0}
         async with client.chat.completions.stream(**ask, logprobs=True) as stream:
             async for _event in stream:
@@ -71,8 +39,8 @@ async def test_the_stream_helper_puts_the_answer_together(sdk: Any) -> None:
         assert len(final.choices[0].logprobs.content) == whole.usage.completion_tokens
 
 
-async def test_plain_completions_and_models(sdk: Any) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_plain_completions_and_models(openai_sdk: Any) -> None:
+    async with openai_sdk(endless=True) as (client, _):
         answer = await client.completions.create(
             model="fake", prompt="One two", max_tokens=4, temperature=0, logprobs=2
         )
@@ -81,8 +49,8 @@ async def test_plain_completions_and_models(sdk: Any) -> None:
         assert (await client.models.retrieve("fake")).id == "fake"
 
 
-async def test_errors_are_those_that_agents_know(sdk: Any) -> None:
-    async with sdk() as (client, _):
+async def test_errors_are_those_that_agents_know(openai_sdk: Any) -> None:
+    async with openai_sdk() as (client, _):
         long: Any = [{"role": "user", "content": "x" * 3000}]
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="fake", messages=long, stream=True)
@@ -95,9 +63,9 @@ async def test_errors_are_those_that_agents_know(sdk: Any) -> None:
         assert other.value.code == "model_not_found"
 
 
-async def test_an_error_behind_the_first_byte_comes_in_band(sdk: Any) -> None:
+async def test_an_error_behind_the_first_byte_comes_in_band(openai_sdk: Any) -> None:
     """A stream that merely ended would be taken for a whole answer."""
-    async with sdk(endless=True, step_s=0.01) as (client, fake):
+    async with openai_sdk(endless=True, step_s=0.01) as (client, fake):
         stream = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
 
         async def read() -> None:
@@ -108,8 +76,8 @@ async def test_an_error_behind_the_first_byte_comes_in_band(sdk: Any) -> None:
             await read()
 
 
-async def test_closing_a_stream_frees_its_lane(sdk: Any) -> None:
-    async with sdk(endless=True, step_s=0.01) as (client, fake):
+async def test_closing_a_stream_frees_its_lane(openai_sdk: Any) -> None:
+    async with openai_sdk(endless=True, step_s=0.01) as (client, fake):
         stream = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
         await anext(aiter(stream))
         assert fake.driver.status().busy_lanes == 1

@@ -14,8 +14,6 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from gateway.chat.byte_tokenizer import ByteTokenizer
-from gateway.http.server import serve_http
-from gateway.settings import HttpSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,19 +51,10 @@ SAYS = {
 
 
 @pytest.fixture
-def sdk(site: Any) -> Any:
+def sdk(openai_sdk: Any) -> Any:
     @asynccontextmanager
     async def make(**kinds: Any) -> AsyncIterator[AsyncOpenAI]:
-        async with (
-            site(says=SAYS, **kinds) as fake,
-            serve_http(fake.service, HttpSettings(drain_s=1.0)) as address,
-            AsyncOpenAI(
-                base_url=f"http://{address}/v1",
-                api_key="none",
-                max_retries=0,
-                _strict_response_validation=True,
-            ) as client,
-        ):
+        async with openai_sdk(says=SAYS, **kinds) as (client, _):
             yield client
 
     return make

@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from gateway.http import streaming
-from gateway.http.server import serve_http
-from gateway.settings import HttpSettings
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from contextlib import AbstractAsyncContextManager
-
-    from tests.compat.conftest import Site
 
 GREEDY: Any = {"model": "fake", "input": "Hello", "temperature": 0}
 
 
-@pytest.fixture
-def sdk(
-    site: Callable[..., AbstractAsyncContextManager[Site]],
-) -> Callable[..., AbstractAsyncContextManager[tuple[AsyncOpenAI, Site]]]:
-    @asynccontextmanager
-    async def make(**kinds: Any) -> AsyncIterator[tuple[AsyncOpenAI, Site]]:
-        async with (
-            site(**kinds) as fake,
-            serve_http(fake.service, HttpSettings(drain_s=1.0)) as address,
-            AsyncOpenAI(
-                base_url=f"http://{address}/v1",
-                api_key="none",
-                max_retries=0,
-                _strict_response_validation=True,
-            ) as client,
-        ):
-            yield client, fake
-
-    return make
-
-
-async def test_whole_and_streamed_responses_agree(sdk: Any) -> None:
-    async with sdk() as (client, _):
+async def test_whole_and_streamed_responses_agree(openai_sdk: Any) -> None:
+    async with openai_sdk() as (client, _):
         whole = await client.responses.create(**GREEDY, metadata={"a": "b"}, store=False)
         assert (whole.status, whole.metadata, whole.store) == ("completed", {"a": "b"}, False)
         assert whole.output_text != ""
@@ -61,8 +30,8 @@ async def test_whole_and_streamed_responses_agree(sdk: Any) -> None:
         assert final.usage.input_tokens_details.cached_tokens == whole.usage.input_tokens
 
 
-async def test_a_limit_leaves_a_response_incomplete(sdk: Any) -> None:
-    async with sdk(endless=True) as (client, _):
+async def test_a_limit_leaves_a_response_incomplete(openai_sdk: Any) -> None:
+    async with openai_sdk(endless=True) as (client, _):
         whole = await client.responses.create(**GREEDY, max_output_tokens=5)
         assert (whole.status, whole.usage.output_tokens) == ("incomplete", 5)
         assert whole.incomplete_details.reason == "max_output_tokens"
@@ -73,9 +42,9 @@ async def test_a_limit_leaves_a_response_incomplete(sdk: Any) -> None:
         assert last.response.output_text == whole.output_text
 
 
-async def test_a_conversation_sent_again_goes_on_from_its_rows(sdk: Any) -> None:
+async def test_a_conversation_sent_again_goes_on_from_its_rows(openai_sdk: Any) -> None:
     """A response's own output items, as the SDK hands them out, are input of the next."""
-    async with sdk() as (client, _):
+    async with openai_sdk() as (client, _):
         talk: list[Any] = [{"role": "user", "content": "Hello"}]
         ask: Any = {"model": "fake", "temperature": 0, "prompt_cache_key": "one"}
         first = await client.responses.create(**ask, input=talk)
@@ -96,8 +65,8 @@ TOOLS: Any = [
 ]
 
 
-async def test_a_tool_loop_with_both_kinds_of_tools(sdk: Any) -> None:
-    async with sdk() as (client, _):
+async def test_a_tool_loop_with_both_kinds_of_tools(openai_sdk: Any) -> None:
+    async with openai_sdk() as (client, _):
         talk: list[Any] = [{"role": "user", "content": "Hello"}]
         ask: Any = {
             "model": "fake",
@@ -128,18 +97,18 @@ async def test_a_tool_loop_with_both_kinds_of_tools(sdk: Any) -> None:
         assert last.usage.input_tokens_details.cached_tokens > 0.9 * answer.usage.total_tokens
 
 
-async def test_a_text_format_holds_the_answer(sdk: Any) -> None:
+async def test_a_text_format_holds_the_answer(openai_sdk: Any) -> None:
     class Found(BaseModel):
         line: int
         sure: bool
 
-    async with sdk() as (client, _):
+    async with openai_sdk() as (client, _):
         answer = await client.responses.parse(**GREEDY, text_format=Found)
         assert isinstance(answer.output_parsed, Found)
 
 
-async def test_errors_before_a_stream_have_a_status_and_a_code(sdk: Any) -> None:
-    async with sdk() as (client, _):
+async def test_errors_before_a_stream_have_a_status_and_a_code(openai_sdk: Any) -> None:
+    async with openai_sdk() as (client, _):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.responses.create(model="fake", input="x" * 3000, stream=stream)
@@ -152,9 +121,9 @@ async def test_errors_before_a_stream_have_a_status_and_a_code(sdk: Any) -> None
         assert other.value.code == "model_not_found"
 
 
-async def test_what_codex_reads_only_in_band_comes_in_band(sdk: Any) -> None:
+async def test_what_codex_reads_only_in_band_comes_in_band(openai_sdk: Any) -> None:
     """It takes a 400 for the end of its turn, and shortens its conversation on the code in response.failed."""
-    async with sdk() as (client, _):
+    async with openai_sdk() as (client, _):
         client = client.with_options(default_headers={"originator": "codex_cli_rs"})
         raw = client.responses.with_streaming_response
         async with raw.create(model="fake", input="x" * 3000, stream=True) as answer:
@@ -165,8 +134,8 @@ async def test_what_codex_reads_only_in_band_comes_in_band(sdk: Any) -> None:
         assert '"code":"context_length_exceeded"' in lines[-2 if lines[-1] == "" else -1]
 
 
-async def test_an_error_behind_the_first_byte_fails_the_response(sdk: Any) -> None:
-    async with sdk(endless=True, step_s=0.01) as (client, fake):
+async def test_an_error_behind_the_first_byte_fails_the_response(openai_sdk: Any) -> None:
+    async with openai_sdk(endless=True, step_s=0.01) as (client, fake):
         stream = await client.responses.create(**GREEDY, stream=True)
         events = []
         async for event in stream:
@@ -179,8 +148,8 @@ async def test_an_error_behind_the_first_byte_fails_the_response(sdk: Any) -> No
         )
 
 
-async def test_closing_a_stream_frees_its_lane(sdk: Any) -> None:
-    async with sdk(endless=True, step_s=0.01) as (client, fake):
+async def test_closing_a_stream_frees_its_lane(openai_sdk: Any) -> None:
+    async with openai_sdk(endless=True, step_s=0.01) as (client, fake):
         stream = await client.responses.create(**GREEDY, stream=True)
         await anext(aiter(stream))
         assert fake.driver.status().busy_lanes == 1
@@ -192,11 +161,11 @@ async def test_closing_a_stream_frees_its_lane(sdk: Any) -> None:
         raise AssertionError("the lane is still taken")
 
 
-async def test_silence_is_told_by_events(sdk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_is_told_by_events(openai_sdk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codex's idle timeout counts from event to event; a comment is none."""
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
     async with (
-        sdk(step_s=0.2) as (client, _),
+        openai_sdk(step_s=0.2) as (client, _),
         client.responses.stream(**GREEDY, max_output_tokens=2) as stream,
     ):
         kinds = [event.type async for event in stream]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from coordinator.errors import InvalidValue
@@ -21,6 +20,7 @@ from gateway.http.asker import Asker
 from gateway.http.carried import carrying
 from gateway.http.fields import Fields
 from gateway.turns import ChatPrompt
+from tests.unit.wild_json import wild_bodies
 
 HELLO = {"role": "user", "content": "Hello"}
 LOOK: dict[str, Any] = {
@@ -346,33 +346,17 @@ def test_counting_needs_no_bound_and_takes_calls_that_wait() -> None:
     assert (found.messages[-1].tool_calls, model) == ((ToolCall("look", {}, "c"),), "m")
 
 
-_ATOMS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(),
-    st.text(max_size=8),
-    st.sampled_from(
-        "user system assistant text tool_use tool_result thinking document any tool json_schema".split()
-    ),
-    st.just(json.dumps({"session_id": "x"})),
-)
-_NAMES = st.sampled_from(
-    "role content type text id name input tool_use_id is_error thinking signature source data title user_id format "
-    "schema input_schema disable_parallel_tool_use display".split()
-)
-_VALUES = st.recursive(
-    _ATOMS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=4),
-    max_leaves=12,
-)
-_FIELDS = (
+_BODIES = wild_bodies(
     "model messages system tools tool_choice max_tokens temperature top_p top_k stop_sequences stream metadata "
-    "thinking output_config output_format service_tier seed chat_template_kwargs"
-).split()
+    "thinking output_config output_format service_tier seed chat_template_kwargs",
+    "role content type text id name input tool_use_id is_error thinking signature source data title user_id format "
+    "schema input_schema disable_parallel_tool_use display",
+    "user system assistant text tool_use tool_result thinking document any tool json_schema",
+    json.dumps({"session_id": "x"}),
+)
 
 
-@given(st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=6))
+@given(_BODIES)
 @settings(max_examples=600, deadline=None)
 @example(
     {

@@ -14,31 +14,15 @@ from coordinator.errors import InvalidValue
 from gateway.http.asker import Asker
 from gateway.http.fields import Fields, parse
 from gateway.http.openai import chat_request
+from tests.unit.wild_json import wild_bodies
 
-_ATOMS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(),
-    st.text(max_size=8),
-    st.sampled_from(
-        ["user", "system", "assistant", "tool", "text", "function", "auto", "json_object"]
-    ),
-)
-_NAMES = st.sampled_from(
-    "role content type text tool_calls function name arguments id include_usage refusal parameters 5".split()
-)
-_VALUES = st.recursive(
-    _ATOMS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=4),
-    max_leaves=12,
-)
-_FIELDS = (
+_BODIES = wild_bodies(
     "model messages prompt tools tool_choice response_format n seed stop logprobs top_logprobs logit_bias max_tokens "
     "max_completion_tokens stream stream_options temperature top_p top_k min_p repetition_penalty presence_penalty "
-    "frequency_penalty chat_template_kwargs prompt_cache_key user ignore_eos"
-).split()
-_BODIES = st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=6)
+    "frequency_penalty chat_template_kwargs prompt_cache_key user ignore_eos",
+    "role content type text tool_calls function name arguments id include_usage refusal parameters 5",
+    "user system assistant tool text function auto json_object",
+)
 
 
 @given(_BODIES)
@@ -54,7 +38,7 @@ def test_any_body_is_read_or_refused(body: dict[str, Any]) -> None:
             assert asked.turns
 
 
-@given(st.binary(max_size=60) | _VALUES.map(lambda value: repr(value).encode()))
+@given(st.binary(max_size=60) | _BODIES.map(lambda body: repr(body).encode()))
 def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
     with contextlib.suppress(InvalidValue):
         assert isinstance(parse(body), Fields)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from coordinator.errors import InvalidValue
 from gateway.chat.messages import Message, ToolCall
@@ -18,32 +17,16 @@ from gateway.http.fields import Fields
 from gateway.http.openai.responses.request import Asked, response
 from gateway.http.openai.responses.tools import Called
 from gateway.turns import ChatPrompt, GrammarKind
+from tests.unit.wild_json import wild_bodies
 
-_ATOMS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.floats(),
-    st.text(max_size=8),
-    st.sampled_from(
-        "user assistant developer message reasoning function function_call function_call_output custom "
-        "custom_tool_call namespace additional_tools auto required allowed_tools json_object input_text f".split()
-    ),
-)
-_NAMES = st.sampled_from(
-    "namespace role content type text summary name arguments call_id id input output effort tools mode "
-    "encrypted_content format definition action parameters".split()
-)
-_VALUES = st.recursive(
-    _ATOMS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=4),
-    max_leaves=12,
-)
-_FIELDS = (
+_BODIES = wild_bodies(
     "model input instructions tools tool_choice parallel_tool_calls max_output_tokens temperature top_p text reasoning "
-    "store previous_response_id prompt_cache_key conversation include metadata stream truncation background prompt"
-).split()
-_BODIES = st.dictionaries(st.sampled_from(_FIELDS), _VALUES, max_size=6)
+    "store previous_response_id prompt_cache_key conversation include metadata stream truncation background prompt",
+    "namespace role content type text summary name arguments call_id id input output effort tools mode "
+    "encrypted_content format definition action parameters",
+    "user assistant developer message reasoning function function_call function_call_output custom "
+    "custom_tool_call namespace additional_tools auto required allowed_tools json_object input_text f",
+)
 
 
 def _asked(body: dict[str, Any], asker: Asker | None = None, header: str | None = None) -> Asked:
@@ -196,7 +179,7 @@ def test_the_choice_of_tools_is_the_answers_form() -> None:
     assert form(None) == form("auto") == (True, False, (), True)
     assert form("none") == (False, False, (), True)
     assert form("required", parallel_tool_calls=False) == (True, True, (), False)
-    assert form({"type": "custom", "name": "g"}) == (True, True, ("g",), True)
+    assert form({"type": "custom", "name": "g"}) == (True, True, ("g",), False)
     allowed = {
         "type": "allowed_tools",
         "mode": "auto",

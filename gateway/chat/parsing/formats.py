@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gateway.chat.parsing.tagged import BARE, THINK, TOOL_CALL, Marks, TaggedParser
-from gateway.chat.parsing.writer import NewId, PartsWriter
+from gateway.chat.parsing.writer import THOUGHTS, NewId, PartsWriter
 from gateway.chat.parts import AnswerForm, AnswerParser
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ _MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\s*\Z")
 _CLOSING = re.compile(r"\s*(</[^<>\s]+>|\[/[A-Z_]+\]|<\|[^<>\s]+\|>)")
 _NAMED = "probe_tool"
 _PROBE_ID = "probe0000"
-# Fields of response templates that hold thoughts.
-THOUGHTS = frozenset({"reasoning_content", "reasoning", "thinking", "thoughts"})
 _ANCHOR = "\0"
 # The form that Qwen's coders made common: a function and its parameters as tags.
 _XML: Mapping[str, object] = {

@@ -15,8 +15,7 @@ from transformers.utils.chat_parsing.response_parser import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from gateway.chat.parsing.call_json import CallReader
-from gateway.chat.parsing.formats import THOUGHTS
-from gateway.chat.parsing.writer import PartsWriter
+from gateway.chat.parsing.writer import THOUGHTS, PartsWriter
 from gateway.chat.parts import AnswerPart
 
 _CALLS = frozenset({"tool_calls", "tool_call"})

@@ -19,6 +19,9 @@ from gateway.chat.parts import (
 
 NewId = Callable[[], str]
 
+# Fields of response templates that hold thoughts.
+THOUGHTS = frozenset({"reasoning_content", "reasoning", "thinking", "thoughts"})
+
 
 class PartsWriter:
     """One answer. `parallel`: False leaves out all calls but the first."""
