@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 # The client has said all of its request, or will say nothing more.
 _ARRIVED = frozenset({h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR})
+_UNANSWERED = frozenset({h11.IDLE, h11.SEND_RESPONSE})
+# Bytes of further requests that are kept while one is answered.
+_MOST_AHEAD = 1 << 18
 
 
 class ConnectionConfig(uvicorn.Config):
@@ -54,11 +57,28 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._await_rest()
+        self._listen_on()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         # What was sent behind this request is read only now.
         self._await_rest()
+        self._listen_on()
+
+    def _listen_on(self) -> None:
+        """uvicorn stops reading at the next request, and then it does not hear that the client left."""
+        if self.conn.their_state is not h11.DONE or not self.flow.read_paused:
+            return
+        if len(self.conn.trailing_data[0]) > _MOST_AHEAD:
+            self._give_up("it sends requests ahead of its answers")
+        else:
+            self.flow.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in _UNANSWERED:
+            super().send_400_response(msg)
+        else:
+            self._give_up("it sent what is no request behind one that is being answered")
 
     def _await_rest(self) -> None:
         if self.conn.their_state in _ARRIVED:
