@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 from gateway.http.anthropic.errors import error_body
 from gateway.http.anthropic.messages import Messages
 from gateway.http.document import Document
+from gateway.http.draining import Draining
 from gateway.http.errors import request_id_headers
-from gateway.http.front import Draining, Front
+from gateway.http.front import Front
 from gateway.http.metrics import Scraping
 from gateway.http.openai.chat import Chat
 from gateway.http.openai.models import Models

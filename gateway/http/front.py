@@ -17,6 +17,7 @@ from starlette.routing import Route
 from coordinator.errors import InvalidApiKey, RequestTooLarge, RingUnavailable
 from gateway.errors import is_internal
 from gateway.http.asker import Asker
+from gateway.http.draining import Draining
 from gateway.http.errors import CLIENT_CLOSED, Dialect, error_response, request_id_headers
 from gateway.http.fields import Fields, parse
 from gateway.http.streaming import ClientGone
@@ -29,12 +30,6 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class Draining:
-    """Said once, by the server, when it takes no more turns."""
-
-    begun = False
 
 
 class Front:
@@ -113,6 +108,7 @@ class Front:
             given = request.headers.get("x-request-id", "")
             request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
             request.state.request_id = request_id
+            request.state.draining = self.draining
             try:
                 response = await handler(request)
             except (ClientGone, ClientDisconnect):

@@ -14,7 +14,7 @@ import uvicorn
 from coordinator.errors import InvalidSetting
 from gateway.http.app import make_app
 from gateway.http.connection import ConnectionConfig
-from gateway.http.front import Draining
+from gateway.http.draining import Draining
 from gateway.http.status.feed import Feed
 from gateway.http.status.snapshot import Snapshots
 from gateway.observing.sights import Sights
@@ -52,6 +52,7 @@ async def serve_http(
         make_app(service, settings.max_body_bytes, *shown, guard, draining),
         ssl_context_factory=_context_factory(guard.tls),
         log_config=None,
+        ws="none",
         access_log=False,
         lifespan="off",
         server_header=False,
@@ -67,11 +68,12 @@ async def serve_http(
     try:
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     except BaseException:
+        draining.end()
         server.force_exit = True
         raise
     else:
         draining.begun = True
-        await _last_turns(server, service, settings.drain_s)
+        await _last_turns(server, service, draining, settings.drain_s)
     finally:
         feed.close()
         await _end(server, task)
@@ -83,15 +85,23 @@ def _context_factory(
     return None if tls is None else lambda _config, _default: tls.context
 
 
-async def _last_turns(server: uvicorn.Server, service: GenerationService, drain_s: float) -> None:
+async def _last_turns(
+    server: uvicorn.Server, service: GenerationService, draining: Draining, drain_s: float
+) -> None:
     """Turns that run go on to their end, as far as there is time. Who asks meanwhile is told that there are no more."""
     clock = asyncio.get_running_loop().time
     until = clock() + drain_s
-    with contextlib.suppress(TimeoutError):
+    try:
         async with asyncio.timeout(drain_s):
             await service.idle()
-    # What is decided may still be on its way.
-    server.config.timeout_graceful_shutdown = max(1, round(until - clock()))
+        # What is decided may still be on its way.
+        server.config.timeout_graceful_shutdown = max(1, round(until - clock()))
+    except (TimeoutError, asyncio.CancelledError) as late:
+        # Those that run are told so, and are given a moment for it.
+        draining.end()
+        server.config.timeout_graceful_shutdown = 1
+        if not isinstance(late, TimeoutError):
+            raise
 
 
 async def _end(server: uvicorn.Server, task: asyncio.Task[None]) -> None:

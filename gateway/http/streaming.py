@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gateway.chat.parts import AnswerPart
 from gateway.errors import is_internal
+from gateway.http.draining import Draining
 from gateway.service import GenerationService
 from gateway.turns import TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
 
@@ -71,10 +72,12 @@ async def collect(
     answers = [asyncio.create_task(_collected(service, turn)) for turn in named]
     every = asyncio.gather(*answers)
     left = asyncio.create_task(_left(request))
+    draining: Draining = request.state.draining
     try:
-        waited: set[asyncio.Future[Any]] = {every, left}
+        waited: set[asyncio.Future[Any]] = {every, left, draining.over}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not every.done():
+            draining.check()
             raise ClientGone
         return every.result()
     finally:
@@ -189,8 +192,9 @@ async def streamed(
     """The answer as server-sent events. Raises what the service raises before its first event, or soon."""
     events = merged(service, _named(turns, request))
     coming: asyncio.Future[Told | None] = asyncio.ensure_future(anext(events, None))
+    draining: Draining = request.state.draining
     try:
-        await asyncio.wait({coming}, timeout=_FIRST_EVENT_S)
+        await _either(coming, draining, _FIRST_EVENT_S)
         told = coming.result() if coming.done() else None
     except BaseException:
         coming.cancel()
@@ -199,7 +203,7 @@ async def streamed(
         raise
     first = None if told is None else told.event
     headers = started_headers(first) if isinstance(first, TurnStarted) else {}
-    body = _sent(coming, events, wire, request.state.request_id)
+    body = _sent(coming, events, wire, request)
     return StreamingResponse(
         body, media_type="text/event-stream", headers={**_STREAM_HEADERS, **headers}
     )
@@ -209,24 +213,34 @@ async def _sent(
     coming: asyncio.Future[Told | None],
     events: AsyncGenerator[Told, None],
     wire: StreamWire,
-    request_id: str,
+    request: Request,
 ) -> AsyncIterator[bytes]:
     """`coming`: the first of the events, or None for their end, as it is awaited already."""
     async with aclosing(events):
         try:
             silence = _Silence()
-            async for told in _with_silence(coming, events, silence):
+            async for told in _with_silence(coming, events, silence, request.state.draining):
                 sent = wire.silent() if told is None else wire.said(told)
                 if sent:
                     yield sent
                 if sent or told is None:
                     silence.broken()
         except Exception as error:
+            request_id = request.state.request_id
             if is_internal(error):
                 log.exception("request_id=%s: a stream broke off", request_id)
             yield wire.failed(error, request_id)
             return
     yield wire.ended()
+
+
+async def _either(
+    coming: asyncio.Future[Told | None], draining: Draining, timeout_s: float
+) -> bool:
+    """Waits for the event, but not beyond the server's end. Whether it has come."""
+    waited: set[asyncio.Future[Any]] = {coming, draining.over}
+    await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return coming.done()
 
 
 class _Silence:
@@ -244,7 +258,10 @@ class _Silence:
 
 
 async def _with_silence(
-    coming: asyncio.Future[Told | None], events: AsyncGenerator[Told, None], silence: _Silence
+    coming: asyncio.Future[Told | None],
+    events: AsyncGenerator[Told, None],
+    silence: _Silence,
+    draining: Draining,
 ) -> AsyncIterator[Told | None]:
     """The events, and None when the silence must be broken."""
     try:
@@ -253,8 +270,8 @@ async def _with_silence(
             if not left:
                 yield None
                 continue
-            done, _ = await asyncio.wait({coming}, timeout=left)
-            if not done:
+            if not await _either(coming, draining, left):
+                draining.check()
                 continue
             told = coming.result()
             if told is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,27 @@ async def test_turns_that_do_not_end_are_ended(
         async with _served(fake, drain_s=0.2) as http:
             reader, writer = await http.opened("POST", "/v1/chat/completions", _BODY)
             await http.head(reader)
-        assert not unchunked(await reader.read()).endswith(b"[DONE]\n\n")
+            whole = asyncio.create_task(
+                http.post("/v1/messages", {**_BODY, "max_tokens": 900, "stream": False})
+            )
+            await _two_run(fake)
+        last = unchunked(await reader.read()).strip().split(b"\n\n")[-1]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "ring_unavailable"
         writer.close()
+        status, headers, told = await whole
+        assert (status, told["error"]["type"], headers["retry-after"]) == (
+            529,
+            "overloaded_error",
+            "1",
+        )
+
+
+async def _two_run(fake: Site) -> None:
+    for _ in range(5_000):
+        if fake.driver.status().running_jobs == 2:
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("they never ran")
 
 
 class _served:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -209,3 +210,21 @@ def test_other_arguments_than_one_string_are_the_text_themselves() -> None:
     assert read("*** Begin Patch") == "*** Begin Patch"
     assert read("") == ""
     assert read(r'{"input": "a\qb"}') == r"a\qb"
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (r'{"input": "a\ud83db c"}', "a\ufffdb c"),
+        (r'{"input": "a\ude00b\ud83d\ude00c"}', "a\ufffdb😀c"),
+        (r'{"input": "a\ud83d', "a\ufffd"),
+        (r'{"input": "a\ud8', "a"),
+        (r'{"input": "a\uzzzzb"}', r"a\uzzzzb"),
+        (r'{"text": "a\ud83db"}', "a\ufffdb"),
+    ],
+)
+def test_nothing_behind_half_a_character_is_lost(raw: str, text: str) -> None:
+    for piece in (1, len(raw)):
+        free = FreeText()
+        told = [free.feed(raw[at : at + piece]) for at in range(0, len(raw), piece)]
+        assert "".join(told) + free.flush() == free.text == text

@@ -15,6 +15,8 @@ from gateway.chat.parsing.writer import PartsWriter
 from gateway.chat.parts import AnswerPart
 
 _STRAY = " \t\r\n}],"  # what models leave between a call and its closing mark
+# Characters of an answer that are looked at once more: calls in calls in calls would be read again for each of them.
+_MOST_AGAIN = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class TaggedParser:
         self._demanded = demanded
         self._buffer = ""
         self._raw = ""  # a call that has no name yet
+        self._again = 0
         self._reader = CallReader(writer)
         self._mode: Callable[[], bool] = self._text
         if thinking:
@@ -169,6 +172,10 @@ class TaggedParser:
     def _give_back(self) -> None:
         """Its mark is text, and what follows is looked at once more."""
         assert self._call is not None
+        self._again += len(self._raw)
+        if self._again > _MOST_AGAIN:
+            self._writer.said(self._raw)
+            return
         own = self._raw.startswith(self._call.open)
         mark = self._call.open if own else self._raw[:1]
         self._writer.said(mark)

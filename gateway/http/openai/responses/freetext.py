@@ -15,6 +15,8 @@ _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _WHOLE = re.compile(
     r'(?:[^"\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u])*'
 )
+# The rest of it, with halves of pairs and what is no escape, but for an escape that the answer's end cut off.
+_REST = re.compile(r'(?:[^"\\]|\\[^u]|\\u(?![0-9a-fA-F]{0,3}\Z))*')
 
 
 class FreeText:
@@ -41,9 +43,11 @@ class FreeText:
 
     def flush(self) -> str:
         """The rest, once the arguments have come to their end."""
-        if self._inside:
-            return ""
-        return self._add(_only_text(self._raw))
+        if not self._inside:
+            return self._add(_only_text(self._raw))
+        rest = _REST.match(self._raw, self._read)
+        assert rest is not None  # it matches nothing as well
+        return self._add(_unescaped(rest.group()))
 
     def _add(self, text: str) -> str:
         text = sendable(text)
