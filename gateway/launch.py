@@ -116,6 +116,7 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
             serve_http(service, settings.http, sights, guard),
         )
         addresses = await stack.enter_async_context(together(*fronts))
+        service.warm()
         await rings.start()
         grpc, http = addresses
         yield Running(service, router, model.tokenizer, router.info(), grpc, http, model.folder)

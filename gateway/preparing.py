@@ -57,6 +57,10 @@ class Preparation:
         self._rng = rng
         self._grammars = Grammars(tokenizer)
 
+    def warm(self) -> None:
+        """What would hold up the first who asks. Beside the event loop."""
+        self._workers.run(self._grammars.warm)
+
     # Prompts by themselves
 
     async def count(self, prompt: Prompt, model: str) -> int:

@@ -88,6 +88,10 @@ class GenerationService:
         self._prepare = Preparation(name, router, tokenizer, self._workers, clock, rng)
         self._turns = OpenTurns()
 
+    def warm(self) -> None:
+        """To be called while the rings load: begins what would hold up the first who asks."""
+        self._prepare.warm()
+
     def info(self) -> RingInfo:
         """Raises RingUnavailable while no ring has started."""
         return self._router.info()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -33,7 +34,6 @@ _LONGEST_REASON = 400
 _MASK_S = 0.02
 _MORE_S = 1.0
 
-# Between two tokens of JSON: enough for any indentation, and no endless run of line breaks.
 # Between JSON's tokens: a space or two, or a new line and what it is indented by. A small model that may write more
 # may write nothing else to the end of its tokens.
 WHITE_SPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
@@ -47,6 +47,11 @@ class Grammars:
         self._tokenizer = tokenizer
         self._lock = Lock()
         self._vocabulary: LLTokenizer | None = None
+
+    def warm(self) -> None:
+        """Reads the vocabulary in, which holds everybody up for as long as it takes, before somebody asks."""
+        with suppress(InvalidValue):  # who asks for a grammar is told
+            self._own_vocabulary("")
 
     def constraint(self, spec: GrammarSpec) -> Constraint:
         """Raises InvalidValue, whose field is the grammar's."""

@@ -130,6 +130,7 @@ def bare_root() -> Iterator[None]:
     handlers, level = root.handlers[:], root.level
     others = {name: logging.getLogger(name).level for name in ("uvicorn", "uvicorn.error", "ray")}
     root.handlers[:] = []
+    logging.captureWarnings(False)  # a command that ran in this process may have begun it
     try:
         yield
     finally:
