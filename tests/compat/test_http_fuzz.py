@@ -183,7 +183,7 @@ async def _fuzz(http: Making, count: int, seed: int) -> None:
 
 
 async def test_a_fuzzed_body_is_answered_or_refused(http: Making) -> None:
-    await _fuzz(http, 1500, seed=1)
+    await _fuzz(http, 800, seed=1)
 
 
 @pytest.mark.long

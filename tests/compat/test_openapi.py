@@ -77,7 +77,7 @@ def test_whatever_is_asked_is_answered_as_the_document_says(
     schema.config.update(base_url=base)
 
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
     def answered(case: schemathesis.Case) -> None:
         case.call_and_validate(checks=CHECKS, timeout=60)
 

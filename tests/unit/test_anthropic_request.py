@@ -357,7 +357,7 @@ _BODIES = wild_bodies(
 
 
 @given(_BODIES)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @example(
     {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}],

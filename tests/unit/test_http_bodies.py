@@ -26,7 +26,7 @@ _BODIES = wild_bodies(
 
 
 @given(_BODIES)
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @example({"messages": [{"role": "user", "content": [{"text": None}]}], "seed": -5})
 @example({"prompt": [True]})
 @example({"n": float("nan")})

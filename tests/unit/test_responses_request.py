@@ -46,7 +46,7 @@ def _refused(**body: Any) -> str:
 
 
 @given(_BODIES)
-@settings(max_examples=1500)
+@settings(max_examples=400)
 @example({"input": [{"type": "function_call", "name": "f", "arguments": None}]})
 @example({"input": [{"type": "reasoning", "encrypted_content": "ringserve.1.?"}]})
 @example({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]})
