@@ -22,6 +22,7 @@ from gateway.turns import ChatPrompt, TurnDelta, TurnEvent, TurnFinished, TurnRe
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
 log = logging.getLogger(__name__)
@@ -58,14 +59,15 @@ async def open_traces(endpoint: str | None, model: str) -> AsyncIterator[tuple[T
         return
     named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "ringserve"}
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=wanted)))
+    exporter = OTLPSpanExporter(endpoint=wanted)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
         yield (TurnTraces(provider.get_tracer("ringserve", version("ringserve")), model),)
     finally:
-        await _end(provider)
+        await _end(provider, exporter)
 
 
-async def _end(provider: TracerProvider) -> None:
+async def _end(provider: TracerProvider, exporter: SpanExporter) -> None:
     """Sends what is left, but not for long: a collector that is away must not keep the process."""
     loop, sent = asyncio.get_running_loop(), asyncio.Event()
 
@@ -76,9 +78,11 @@ async def _end(provider: TracerProvider) -> None:
 
     # The loop's own threads would be waited for at its end, and the SDK's time-outs do not hold while it retries.
     threading.Thread(target=send, name="last-spans", daemon=True).start()
-    with suppress(TimeoutError):
+    try:
         async with asyncio.timeout(_LAST_SPANS_S):
             await sent.wait()
+    except TimeoutError:
+        exporter.shutdown()  # or it goes on trying for a minute
 
 
 class TurnTraces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -204,3 +205,7 @@ async def test_a_collector_that_is_away_keeps_nobody_from_leaving(
         async with watched(also=observers) as it:
             await it.run(turn("x", 2))
     assert time.monotonic() - began < 2.0
+    for thread in threading.enumerate():
+        if thread.name == "last-spans":
+            thread.join(timeout=5.0)
+            assert not thread.is_alive(), "nothing tries on behind the end"
