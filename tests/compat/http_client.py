@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Http:
@@ -70,3 +73,12 @@ def unchunked(raw: bytes) -> bytes:
         parts.append(rest[: int(size, 16)])
         raw = rest[int(size, 16) + 2 :]
     return b"".join(parts)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for what another task or the other side of a socket does; nominally 10 seconds."""
+    for _ in range(5_000):
+        if holds():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it never came to hold")

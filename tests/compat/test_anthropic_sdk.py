@@ -28,9 +28,10 @@ from gateway.turns import (
     TurnRequest,
     TurnStarted,
 )
+from tests.compat.http_client import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -245,7 +246,7 @@ async def test_a_full_queue_says_when_to_come_again(anthropic_sdk: Making) -> No
     async with anthropic_sdk(endless=True, step_s=0.05, queue_limit=1) as (client, fake):
         ask: Any = {**ASK, "max_tokens": 400, "stream": True}
         running = [asyncio.create_task(client.messages.create(**ask)) for _ in range(5)]
-        await _until(lambda: fake.driver.status().waiting_jobs == 1)
+        await until(lambda: fake.driver.status().waiting_jobs == 1)
         with pytest.raises(anthropic.RateLimitError) as full:
             await client.messages.create(**ASK)
         assert full.value.type == "rate_limit_error"
@@ -274,12 +275,4 @@ async def test_closing_a_stream_frees_its_lane(anthropic_sdk: Making) -> None:
         await anext(aiter(stream))
         assert fake.driver.status().busy_lanes == 1
         await stream.close()
-        await _until(lambda: fake.driver.status().busy_lanes == 0)
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to hold")
+        await until(lambda: fake.driver.status().busy_lanes == 0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from tests.compat.http_client import until
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 PROBE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -17,14 +18,6 @@ def _request(body: Any, *headers: str) -> bytes:
     raw = json.dumps(body).encode()
     lines = ["POST /v1/chat/completions HTTP/1.1", "host: x", f"content-length: {len(raw)}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + raw
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(5_000):
-        if holds():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never came to hold")
 
 
 async def test_requests_in_a_row_are_answered_in_their_order(http: Any) -> None:
@@ -50,10 +43,10 @@ async def test_a_client_that_sent_on_and_left_ends_its_turn(
     async with http(endless=True, step_s=0.005) as (client, site):
         _, writer = await asyncio.open_connection(client.host, client.port)
         writer.write(_request({**CHAT, "stream": stream}))
-        await _until(lambda: site.service.rings()[0].running_jobs > 0)
+        await until(lambda: site.service.rings()[0].running_jobs > 0)
         writer.write(ahead)
         writer.close()
-        await _until(lambda: not site.service.open_turns)
+        await until(lambda: not site.service.open_turns)
 
 
 async def test_what_no_client_may_send_ends_its_stream_alone(
@@ -64,7 +57,7 @@ async def test_what_no_client_may_send_ends_its_stream_alone(
         writer.write(_request({**CHAT, "stream": True}, "connection: close"))
         await reader.readuntil(b"data: ")
         writer.write(b"more")
-        await _until(lambda: not site.service.open_turns)
+        await until(lambda: not site.service.open_turns)
         writer.close()
         status, _, _ = await client.ask("GET", "/health")
     assert status == 200

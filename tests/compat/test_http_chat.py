@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.compat.http_client import until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -19,14 +17,6 @@ Making = Any
 
 def _chat(**more: Any) -> dict[str, Any]:
     return {"model": "fake", "messages": HELLO, "temperature": 0, "max_tokens": 12, **more}
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to hold")
 
 
 async def test_an_answer_has_openais_shape_and_says_what_was_reused(http: Making) -> None:
@@ -186,13 +176,13 @@ async def test_a_full_queue_says_when_to_come_again(http: Making) -> None:
             await client.opened("POST", "/v1/chat/completions", _chat(max_tokens=400, stream=True))
             for _ in range(5)
         ]
-        await _until(lambda: fake.driver.status().waiting_jobs == 1)
+        await until(lambda: fake.driver.status().waiting_jobs == 1)
         status, headers, answer = await client.post("/v1/chat/completions", _chat())
         assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
         assert int(headers["retry-after"]) >= 1
         for _, writer in opened:
             writer.close()
-        await _until(lambda: fake.driver.status().busy_lanes == 0)
+        await until(lambda: fake.driver.status().busy_lanes == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -201,9 +191,9 @@ async def test_who_leaves_cancels(http: Making, stream: bool) -> None:
         body = _chat(max_tokens=1500, stream=stream)
         for _ in range(5):
             _, writer = await client.opened("POST", "/v1/chat/completions", body)
-            await _until(lambda: fake.driver.status().busy_lanes == 1)
+            await until(lambda: fake.driver.status().busy_lanes == 1)
             writer.close()
-            await _until(lambda: fake.driver.status().busy_lanes == 0)
+            await until(lambda: fake.driver.status().busy_lanes == 0)
 
 
 async def test_a_session_keeps_what_it_said(http: Making) -> None:

@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fakering.ring import FakeRing
-from tests.compat.http_client import unchunked
+from tests.compat.http_client import unchunked, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from coordinator.frames import Frame
     from tests.compat.conftest import Site
     from tests.compat.http_client import Http
@@ -61,14 +59,6 @@ def _body(text: str = "Hello", **more: Any) -> dict[str, Any]:
     return {"messages": messages, "temperature": 0, "stream": True, **more}
 
 
-async def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(10_000):
-        if holds():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never came to hold")
-
-
 def _idle(site: Site) -> bool:
     status = site.driver.status()
     busy = status.running_jobs + status.waiting_jobs + status.busy_lanes
@@ -100,10 +90,10 @@ async def test_a_lane_is_free_within_a_frame_of_its_client_leaving_in_prefill(
 ) -> None:
     async with http(endless=True, step_s=STEP_S) as (client, site):
         _, writer = await _asked(client, _body("x" * 1900, stream=streamed))
-        await _until(lambda: len(frames) >= 3)
+        await until(lambda: len(frames) >= 3)
         sent = len(frames)
         LEAVING[leave](writer)
-        await _until(lambda: _idle(site))
+        await until(lambda: _idle(site))
         assert len(frames) - sent <= FRAMES_LATE, "14 frames hold the whole prompt"
         writer.close()
 
@@ -115,10 +105,10 @@ async def test_a_lane_is_free_within_a_frame_of_its_client_leaving_in_decode(
 ) -> None:
     async with http(endless=True, step_s=STEP_S) as (client, site):
         _, writer = await _asked(client, _body(stream=streamed))
-        await _until(lambda: len(frames) >= 6)
+        await until(lambda: len(frames) >= 6)
         sent = len(frames)
         LEAVING[leave](writer)
-        await _until(lambda: _idle(site))
+        await until(lambda: _idle(site))
         assert len(frames) - sent <= FRAMES_LATE
         writer.close()
 
@@ -130,15 +120,15 @@ async def test_who_leaves_the_queue_never_gets_a_lane(
 ) -> None:
     async with http(endless=True, step_s=STEP_S) as (client, site):
         running = [await _asked(client, _body(f"number {n}")) for n in range(4)]
-        await _until(lambda: site.driver.status().running_jobs == 4)
+        await until(lambda: site.driver.status().running_jobs == 4)
         _, writer = await _asked(client, _body("waiting", stream=streamed))
-        await _until(lambda: site.driver.status().waiting_jobs == 1)
+        await until(lambda: site.driver.status().waiting_jobs == 1)
         LEAVING[leave](writer)
-        await _until(lambda: site.driver.status().waiting_jobs == 0)
+        await until(lambda: site.driver.status().waiting_jobs == 0)
         assert site.driver.status().running_jobs == 4
         for _, each in (*running, (None, writer)):
             each.close()
-        await _until(lambda: _idle(site))
+        await until(lambda: _idle(site))
 
 
 async def test_who_does_not_read_is_given_up_and_its_turn_ends(http: Making) -> None:
@@ -146,8 +136,8 @@ async def test_who_does_not_read_is_given_up_and_its_turn_ends(http: Making) -> 
         client.receive_bytes = 4096
         reader, writer = await _asked(client, _body(logprobs=True, top_logprobs=20))
         writer.transport.pause_reading()
-        await _until(lambda: site.service.open_turns == 1)
-        await _until(lambda: site.service.open_turns == 0)
+        await until(lambda: site.service.open_turns == 1)
+        await until(lambda: site.service.open_turns == 0)
         writer.transport.resume_reading()
         assert not (await _until_cut(reader)).rstrip().endswith(b"[DONE]")
         writer.close()
@@ -222,7 +212,7 @@ async def test_two_hundred_streams_of_all_manners_disturb_nobody(http: Making) -
 
         async with asyncio.timeout(100):
             await asyncio.gather(*(one(n) for n in range(200)))
-        await _until(lambda: _idle(site))
-        await _until(lambda: len(asyncio.all_tasks()) <= tasks_before)
+        await until(lambda: _idle(site))
+        await until(lambda: len(asyncio.all_tasks()) <= tasks_before)
         gc.collect()
         assert sys.getallocatedblocks() - before < BLOCKS_LEFT

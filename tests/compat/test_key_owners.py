@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,6 +14,7 @@ from gateway.chat.messages import Message
 from gateway.client import Client, error_info
 from gateway.turns import ChatPrompt, TextPrompt, TurnRequest, TurnStarted
 from tests.compat.guarded import ALICE, BOB, Guarded, guarded
+from tests.compat.http_client import until
 
 TALK: Any = [{"role": "user", "content": "What is a ring of stages? " * 8}]
 GREEDY = SamplingSpec(temperature=0.0)
@@ -126,7 +125,7 @@ async def test_a_key_may_have_so_many_turns_at_once_on_both_fronts_together() ->
         assert (info.reason, info.retry_after_s) == ("RATE_LIMIT_EXCEEDED", 1.0)
         assert (await _said(it, BOB))[1]
         await stream.close()
-        await _until(lambda: it.running.service.open_turns == 1)
+        await until(lambda: it.running.service.open_turns == 1)
         assert (await _said(it, ALICE))[1]
 
 
@@ -140,14 +139,6 @@ async def test_a_key_that_used_its_tokens_waits_and_the_others_do_not() -> None:
             await _told(alice, "short")
         assert also.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await _said(it, BOB))[1]
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to hold")
 
 
 async def test_more_choices_than_a_key_may_have_turns_are_refused_for_good() -> None:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from coordinator.clock import SystemClock
-from coordinator.config import SchedulerSettings
-from coordinator.driver import RingDriver
-from coordinator.requests import Finished, FinishReason, Request, SamplingSpec, TokenDelta
+from coordinator.requests import FinishReason, Request, SamplingSpec
 from gateway.chat.grammar import Grammars
 from gateway.chat.messages import Message
 from gateway.chat.tokenizer import ChatTokenizer
 from gateway.turns import GrammarKind, GrammarSpec
-from stage.config import RingConfig
-from stage.local_ring import LocalRing
+from tests.unit.real_ring import answered, smollm2_ring
 
 _ADDRESS = {
     "type": "object",
@@ -40,29 +34,6 @@ _SCHEMA = {
 }
 _QUESTION = "Describe a pet as JSON: kind, ages, home with city and zip."
 _SAMPLINGS = (SamplingSpec(temperature=0.0), SamplingSpec(temperature=0.8, seed=5, top_p=0.95))
-
-
-@asynccontextmanager
-async def _ring(folder: Path, *ends: int) -> AsyncIterator[RingDriver]:
-    splits = tuple(zip((0, *ends), ends, strict=False))
-    ring = LocalRing(RingConfig(folder, "smollm2", splits, lanes=4, max_rows=512))
-    driver = RingDriver("ring", ring, SchedulerSettings(), SystemClock())
-    await driver.start(lambda progress: None)
-    try:
-        yield driver
-    finally:
-        await driver.stop()
-
-
-async def _answer(driver: RingDriver, request: Request) -> tuple[tuple[int, ...], Finished]:
-    tokens: list[int] = []
-    async with driver.submit(request) as stream:
-        async for event in stream:
-            if isinstance(event, TokenDelta):
-                tokens.extend(event.tokens)
-            elif isinstance(event, Finished):
-                return tuple(tokens), event
-    raise AssertionError("the stream ended without a word")
 
 
 class Asker:
@@ -96,19 +67,19 @@ async def test_answers_fit_their_schema_and_do_not_depend_on_drafts_stages_or_ne
 ) -> None:
     """Two stages, one turn after another; then three stages, and all turns at once."""
     free, single = asker.request(_SAMPLINGS[1], schema=None), []
-    async with _ring(smollm2_dir, 15, 30) as driver:
+    async with smollm2_ring(smollm2_dir, 15, 30, lanes=4) as driver:
         for sampling in _SAMPLINGS:
-            tokens, done = await _answer(driver, asker.request(sampling))
+            tokens, done = await answered(driver, asker.request(sampling))
             assert done.reason is FinishReason.STOP
             assert done.timings.drafted > 0
-            plain, undrafted = await _answer(driver, asker.request(sampling, draft=False))
+            plain, undrafted = await answered(driver, asker.request(sampling, draft=False))
             assert undrafted.timings.drafted == 0
             assert plain == tokens
             jsonschema.validate(json.loads(asker.tokenizer.decode(tokens)), _SCHEMA)
             single.append(tokens)
-        single.append((await _answer(driver, free))[0])
-    async with _ring(smollm2_dir, 8, 20, 30) as driver:
+        single.append((await answered(driver, free))[0])
+    async with smollm2_ring(smollm2_dir, 8, 20, 30, lanes=4) as driver:
         asked = [*(asker.request(sampling) for sampling in _SAMPLINGS), free]
-        together = await asyncio.gather(*(_answer(driver, request) for request in asked))
+        together = await asyncio.gather(*(answered(driver, request) for request in asked))
     assert [tokens for tokens, _ in together] == single
     assert len(set(single)) == 3

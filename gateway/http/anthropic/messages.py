@@ -31,10 +31,10 @@ class Messages:
         asker = asker_of(self._front.asker(request), request.headers)
         asked = await self._front.read(request, lambda body: reading.asked(body, asker))
         answering = Answering(self._service.name, asked)
-        turns = asker.owned([asked.turn])
         if asked.stream:
-            return await streamed(self._service, turns, MessageStream(answering), request)
-        (answer,) = await collect(self._service, turns, request)
+            wire = MessageStream(answering)
+            return await streamed(self._service, (asked.turn,), wire, request)
+        (answer,) = await collect(self._service, (asked.turn,), request)
         return JSONResponse(answering.whole(answer), headers=started_headers(answer.started))
 
     async def count(self, request: Request) -> Response:
