@@ -91,6 +91,7 @@ class Filler:
         One newcomer a frame: its lane is chosen by the replica, which knows only frames that were sent.
         """
         rows, whole_chunks = self._settings.frame_rows, not self._info.exact
+        jobs = [job for job in jobs if not job.rests]
         batch = Batch(rows, self._memos, whole_chunks=whole_chunks)
         decoding = [job for job in jobs if job.phase is Phase.DECODE]
         self._add_verifies(batch, decoding, len(jobs), now)

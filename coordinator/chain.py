@@ -11,50 +11,15 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
+from coordinator.chain_records import ChainMatch, Entry, NodeStatus
 from coordinator.frames import NodeId, NodeSpan
 from coordinator.nodes import Node, node_id
 from coordinator.prefixes import common_prefix
 
 # Entries of the heap of leaves below which it is not worth tidying.
 _LEAST_HEAP = 64
-
-
-@dataclass(frozen=True, slots=True)
-class ChainMatch:
-    """The nodes, in order, that hold a prompt's first `rows` rows; the last one may hold others behind them."""
-
-    nodes: tuple[NodeId, ...] = ()
-    rows: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
-    """A node that every stage holds, for whoever looks."""
-
-    id: NodeId
-    parent: NodeId
-    start: int
-    end: int
-    pinned: bool
-
-
-@dataclass(slots=True)
-class _Entry:
-    node: Node
-    used: int
-    published: bool
-    checkpoint: bool = False  # has the recurrent state at its end, or will when it is acknowledged
-    resumable: bool = False  # every stage has acknowledged that
-    pins: int = 0
-    children: set[NodeId] = field(default_factory=set)
-
-    @property
-    def settled(self) -> bool:
-        """Nothing of it is under way. A drop goes out before what stores: it would come too early."""
-        return self.published and self.checkpoint == self.resumable
 
 
 class ChainIndex:
@@ -81,17 +46,12 @@ class ChainIndex:
         self._checkpoints: set[NodeId] = set()
         self._dropped_checkpoints: list[NodeId] = []
         self.rows = self.pinned_rows = self._tick = 0
-        self._entries: dict[NodeId, _Entry] = {}
+        self._entries: dict[NodeId, Entry] = {}
         self._firsts: dict[tuple[NodeId, int], set[NodeId]] = {}  # by parent and first token
         self._leaves: list[tuple[int, NodeId]] = []  # a heap; what is not true in it is skipped
         self._dropped: list[NodeId] = []
         self.lost_pins: set[NodeId] = set()  # pinned nodes that are gone; anchors take them out
-        states = frozenset(resumable)
-        for node in stored:
-            self._restore(node, node.id in states)
-        self._make_room(0, frozenset())
-        if checkpoints is not None:
-            self._limit_checkpoints(checkpoints, frozenset())
+        self.reconcile(stored, resumable)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -258,10 +218,47 @@ class ChainIndex:
             for gone in self._below(node):
                 self._drop(gone)
 
+    def reconcile(self, nodes: Iterable[Node], resumable: Collection[NodeId]) -> None:
+        """Every stage has these nodes, parents first, and no others; and these of them with their checkpoint."""
+        held = {node.id: node for node in nodes}
+        # What was given up stays given up, though some drop may never have come to all stages.
+        again = {node for node in self._dropped if node not in self._entries}
+        states = frozenset(resumable).difference(self._dropped_checkpoints)
+        self.lose([node for node in self._entries if node not in held])
+        self._dropped = [node for node in held if node in again]
+        self._dropped_checkpoints = [node for node in resumable if node not in states]
+        for node in (node for node in held.values() if node.id not in again):
+            entry = self._entries.get(node.id)
+            if entry is None:
+                self._restore(node, node.id in states)
+            else:
+                self._confirm(entry, node.id in states)
+        self._make_room(0, frozenset())
+        if self._most_checkpoints is not None:
+            self._limit_checkpoints(self._most_checkpoints, frozenset())
+
+    def _confirm(self, entry: Entry, resumable: bool) -> None:
+        """A node that was known, whatever was under way with it."""
+        entry.published = True
+        if self._most_checkpoints is None:
+            return
+        entry.checkpoint = entry.resumable = resumable
+        if resumable:
+            self._checkpoints.add(entry.node.id)
+            return
+        self._checkpoints.discard(entry.node.id)
+        if entry.node.rows < self._node_rows:
+            self.lose([entry.node.id])  # a part of a block is worth nothing without it
+
     def take_drops(self) -> tuple[NodeId, ...]:
         """What is to be dropped by the stages before anything else is stored; asked once, it is the caller's."""
         dropped, self._dropped = tuple(dict.fromkeys(self._dropped)), []
         return dropped
+
+    def undelivered(self, nodes: Iterable[NodeId], checkpoints: Iterable[NodeId]) -> None:
+        """Nobody knows which stages have heard of these drops."""
+        self._dropped.extend(nodes)
+        self._dropped_checkpoints.extend(checkpoints)
 
     def take_checkpoint_drops(self) -> tuple[NodeId, ...]:
         """As take_drops, of nodes that only lose their checkpoint."""
@@ -359,7 +356,7 @@ class ChainIndex:
         return self.rows + rows <= self.capacity
 
     def _add(self, node: Node, *, published: bool) -> None:
-        entry = _Entry(node, self._tick, published)
+        entry = Entry(node, self._tick, published)
         self._entries[node.id] = entry
         self._firsts.setdefault((node.parent, node.tokens[0]), set()).add(node.id)
         if node.parent in self._entries:
@@ -384,7 +381,7 @@ class ChainIndex:
             self.lost_pins.add(node)
         self._dropped.append(node)
 
-    def _push_leaf(self, entry: _Entry) -> None:
+    def _push_leaf(self, entry: Entry) -> None:
         if not entry.children:
             heapq.heappush(self._leaves, (entry.used, entry.node.id))
         if len(self._leaves) > 4 * len(self._entries) + _LEAST_HEAP:

@@ -22,6 +22,17 @@ class Clock(Protocol):
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer: ...
 
 
+async def slept(clock: Clock, seconds: float) -> None:
+    """By that clock, which may be a virtual one."""
+    if seconds:
+        over = asyncio.Event()
+        timer = clock.call_at(clock.now() + seconds, over.set)
+        try:
+            await over.wait()
+        finally:
+            timer.cancel()
+
+
 class SystemClock:
     """Real time, from time.monotonic()."""
 

@@ -4,12 +4,16 @@ here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from coordinator.errors import InvalidSetting
 
 # The tail's logits of one verify segment are vocabulary x rows: 64 rows of 150,000 floats are 38 MB.
 MOST_DRAFTS = 63
+
+# What clients get at both ends: in the coordinator, and where their sockets are.
+UNREAD_S = 60.0
 
 _COUNTS = (
     "frame_rows",
@@ -18,7 +22,9 @@ _COUNTS = (
     "min_copy_rows",
     "node_rows",
     "queue_limit",
+    "unread_tokens",
     "session_limit",
+    "heal_attempts",
 )
 
 
@@ -42,9 +48,23 @@ class SchedulerSettings:
     max_stretch: float = 2.1
     # Jobs that may wait for a lane.
     queue_limit: int = 64
-    # Seconds without the reply that is due before the epoch is given up. A CPU stage may compute a
-    # frame for seconds.
-    reply_timeout_s: float = 60.0
+    # Prompt tokens to be computed that may wait with them; what is held already costs nothing. None: two minutes' worth
+    # of prefill as measured, a lane's rows at least. One job may always wait.
+    queue_tokens: int | None = None
+    # Tokens of an answer that may lie unread before its job rests: seconds of a fast answer. It goes on at half of it.
+    unread_tokens: int = 256
+    # Seconds that nothing of them may be read before the job is ended.
+    unread_s: float = UNREAD_S
+    # Seconds without the reply that is due, beyond what frames of its size are known to take, before the epoch is
+    # given up. Stages that die or hang are noticed sooner; this is for what is lost on the way.
+    reply_timeout_s: float = 30.0
+    # Seconds that an epoch may take to open: a lost stage's process starts and loads its weights, 20 GB from a disk
+    # that reads 100 MB/s.
+    heal_timeout_s: float = 300.0
+    # Openings in a row without a good reply before the ring is given up, and the wait before the second, which then
+    # doubles: 0.5 + 1 + 2 + 4 s.
+    heal_attempts: int = 5
+    heal_backoff_s: float = 0.5
     # A shared prefix shorter than this is prefilled anew rather than copied into another lane.
     min_copy_rows: int = 16
     # Rows of a chain node: 3 MB of SmolLM2 in float32, 4 MB of a 27B model in bfloat16. A conversation of 100,000
@@ -65,5 +85,8 @@ class SchedulerSettings:
             raise InvalidSetting("chunk_rows", "must not be larger than frame_rows")
         if not self.max_stretch >= 1:
             raise InvalidSetting("max_stretch", "must be at least 1")
-        if not self.reply_timeout_s > 0:
-            raise InvalidSetting("reply_timeout_s", "must be greater than 0")
+        if self.queue_tokens is not None and self.queue_tokens < 1:
+            raise InvalidSetting("queue_tokens", f"must be at least 1, got {self.queue_tokens}")
+        for name in ("reply_timeout_s", "heal_timeout_s", "heal_backoff_s", "unread_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise InvalidSetting(name, f"must be greater than 0, got {getattr(self, name)}")

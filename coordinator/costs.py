@@ -28,6 +28,13 @@ _ENOUGH = 3
 _LEAST_SPREAD = 4.0
 
 
+# How much longer than frames of its size have taken a frame may take. At the end of a long context attention makes
+# rows three times as dear as at its beginning (1.9 at row 2,048 of SmolLM2), and neighbours as much again.
+_PATIENCE = 10.0
+# The first frames of a large model on a slow device: nobody knows what they take.
+_PATIENCE_UNSEEN = 4.0
+
+
 class Costs:
     """Both models of one ring, fed by its replies."""
 
@@ -56,6 +63,13 @@ class Costs:
             self._stretch.observe_beside(step_s / sum(map(self.frames.seconds, self._latest)))
         elif Phase.PREFILL not in phases:
             self._stretch.observe_alone(step_s / (self._stages * self.frames.seconds(frame.rows)))
+
+    def deadline_s(self, frame: Frame, least_s: float) -> float:
+        """How long the reply to a frame may take: so many seconds beyond a multiple of what frames of its size took;
+        before any was seen, a multiple of the seconds.
+        """
+        expected = self.frames.seconds(frame.rows) * self._stages
+        return least_s + _PATIENCE * expected if expected else _PATIENCE_UNSEEN * least_s
 
     def stretched_rows(self, stretch: float, decoding: int) -> int:
         """The rows that a frame may have for `decoding` jobs to wait no longer than they must."""

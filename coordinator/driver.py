@@ -1,4 +1,4 @@
-"""The async shell around one ring's scheduler: the only coordinator file with tasks and timers.
+"""The async shell around one ring's scheduler: the only coordinator file with tasks, and with timers but readers.py.
 
 It carries out the scheduler's actions and turns what happens (replies, timers, losses, callers)
 into events. It decides nothing: every decision is the scheduler's.
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator.chain import NodeStatus
-from coordinator.clock import Clock, Timer
+from coordinator import events
+from coordinator.chain_records import NodeStatus
+from coordinator.clock import Clock, Timer, slept
 from coordinator.config import SchedulerSettings
 from coordinator.counts import RingCounts
 from coordinator.drafters import Drafter, DrafterFactory
@@ -29,55 +30,22 @@ from coordinator.errors import (
     RingUnavailable,
     StageLost,
 )
-from coordinator.events import (
-    Action,
-    Drafted,
-    Emit,
-    EpochOpened,
-    Event,
-    Fail,
-    JobEnded,
-    JobSatisfied,
-    NextKnown,
-    NodeDropped,
-    OpenEpoch,
-    PrefixPinned,
-    ReplyArrived,
-    ReplyOverdue,
-    RingDown,
-    Send,
-    SessionClosed,
-    Submitted,
-)
 from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, NodeId, Seq
 from coordinator.lanes import LaneStatus
 from coordinator.observe import RingObserver, RingWatch
+from coordinator.readers import Reader
 from coordinator.requests import Finished, Request, SessionId, TokenDelta
-from coordinator.ring import ProgressSink, Ring, RingInfo
+from coordinator.ring import ProgressSink, Ring, RingHealth, RingInfo
+from coordinator.ring_log import RingLog
 from coordinator.scheduler import Scheduler
+from coordinator.status import RingStatus
 from coordinator.streams import JobStream
 
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class RingStatus:
-    name: str
-    info: RingInfo | None  # None until the ring has started
-    ready: bool
-    reason: str  # why it is not ready
-    draining: bool  # its running and waiting jobs are its last
-    epoch: int
-    busy_lanes: int
-    free_lanes: int  # idle, and no session's rows would be lost there
-    waiting_jobs: int
-    running_jobs: int
-    sessions: int
-    counts: RingCounts
-    stored_rows: int = 0  # of RingInfo.host_rows
-    pinned_rows: int = 0
-    frames_in_flight: int = 0
+# How often it is looked whether idle lanes are written back.
+_SETTLE_CHECK_S = 0.05
 
 
 @dataclass(slots=True)
@@ -104,7 +72,7 @@ class RingDriver:
         observers: Sequence[RingObserver] = (),
     ) -> None:
         self.name = name
-        self._watch = RingWatch(name, observers)
+        self._watch = RingWatch(name, (RingLog(), *observers))
         self._drafters = drafters
         self._ring = ring
         self._settings = settings
@@ -117,17 +85,30 @@ class RingDriver:
         self._overdue: Timer | None = None
         self._reader: asyncio.Task[None] | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._events: deque[Event] = deque()
+        self._events: deque[events.Event] = deque()
         self._handling = False
         self._draining = False
+        self._loss = ""  # what ended the last epoch
 
     async def start(self, progress: ProgressSink) -> RingInfo:
         """Raises SetupError and leaves nothing behind."""
         info = await self._ring.start(progress)
         self._info = info
         self._scheduler = Scheduler(self.name, info, self._settings)
-        self._reader = asyncio.create_task(self._read_replies(), name=f"{self.name}-replies")
+        self._watch.begun(info.epoch)
+        self._read(info.epoch)
         return info
+
+    async def settle(self, within_s: float) -> None:
+        """Returns once the rows of idle lanes are written back, or when the time is up. Running jobs hold it up."""
+        until = self._clock.now() + within_s
+        while self._has_rows_to_store and (left := until - self._clock.now()) > 0:
+            await slept(self._clock, min(left, _SETTLE_CHECK_S))
+
+    @property
+    def _has_rows_to_store(self) -> bool:
+        core = self._scheduler
+        return core is not None and core.down is None and not core.retention.is_settled
 
     async def stop(self) -> None:
         """Ends every job and the ring. Safe to call twice."""
@@ -136,7 +117,7 @@ class RingDriver:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._scheduler is not None:
-            self._handle(RingDown("the ring was stopped", self._clock.now()))
+            self._handle(events.RingDown("the ring was stopped", self._clock.now()))
         self._watch_oldest()
         await self._ring.stop()
 
@@ -154,13 +135,15 @@ class RingDriver:
         job = self._next_job
         self._next_job = JobId(job + 1)
         drafter = self._make_drafter(job, request.tenant) if request.draft else NoDrafter()
-        entry = _Job(JobStream(job, self._cancel, self._satisfied), drafter, request.session)
+        reader = Reader(job, self._settings, self._clock, self._handle, self._end)
+        stream = JobStream(job, reader, self._cancel, self._satisfied)
+        entry = _Job(stream, drafter, request.session)
         self._jobs[job] = entry
         if request.deadline_s is not None:
             entry.deadline = self._clock.call_at(
                 request.deadline_s, lambda: self._end(job, DeadlineExceeded())
             )
-        self._handle(Submitted(job, request, drafter, self._clock.now()))
+        self._handle(events.Submitted(job, request, drafter, self._clock.now()))
         return entry.stream
 
     def _make_drafter(self, job: JobId, tenant: str) -> Drafter:
@@ -170,11 +153,13 @@ class RingDriver:
 
     def _drafted(self, job: JobId) -> None:
         if job in self._jobs:
-            self._handle(Drafted(job, self._clock.now()))
+            self._handle(events.Drafted(job, self._clock.now()))
 
     def drain(self) -> None:
-        """Takes no more jobs; those that it has go on to their end."""
+        """Takes no more jobs; those that it has go on to their end, whoever reads them."""
         self._draining = True
+        for entry in self._jobs.values():
+            entry.stream.reader.release()
 
     @property
     def idle(self) -> bool:
@@ -189,7 +174,7 @@ class RingDriver:
         for job in [job for job, entry in self._jobs.items() if entry.session == session]:
             self._cancel(job)
         if self._scheduler is not None:
-            self._handle(SessionClosed(session, self._clock.now()))
+            self._handle(events.SessionClosed(session, self._clock.now()))
 
     @property
     def remakes_rows(self) -> bool:
@@ -199,7 +184,7 @@ class RingDriver:
     def foresee(self, wish: Wish) -> None:
         """What a session's next request begins with; its rows are computed while the ring is idle."""
         if self._scheduler is not None and not self._draining:
-            self._handle(NextKnown(wish, self._clock.now()))
+            self._handle(events.NextKnown(wish, self._clock.now()))
 
     # The chain store, for operators
 
@@ -220,28 +205,27 @@ class RingDriver:
         room = core.retention.anchors.room_by_hand(root, prefix)
         if len(prefix) > room:
             raise InvalidValue("prefix", f"has {len(prefix)} tokens; {room} more can be pinned")
-        self._handle(PrefixPinned(prefix, tenant, self._clock.now()))
+        self._handle(events.PrefixPinned(prefix, tenant, self._clock.now()))
 
     def drop_node(self, node: NodeId) -> bool:
         """Drops a node and all that hangs on it; False when it is unknown."""
         core = self._scheduler
         if core is None or node not in core.retention.index:
             return False
-        self._handle(NodeDropped(node, self._clock.now()))
+        self._handle(events.NodeDropped(node, self._clock.now()))
         return True
 
     def status(self) -> RingStatus:
         core = self._scheduler
         health = self._ring.health()
-        down = core.down if core is not None else None
+        whole = core is None or core.down is not None or (not core.is_recovering and health.ready)
         return RingStatus(
             name=self.name,
             info=self._info,
-            ready=core is not None and health.ready and down is None and not self._draining,
-            reason="loading"
-            if core is None
-            else down or health.reason or ("draining" if self._draining else ""),
+            ready=core is not None and not self._reason(core, health),
+            reason="loading" if core is None else self._reason(core, health),
             draining=self._draining,
+            recovering=not whole,
             epoch=core.ledger.epoch if core is not None else 0,
             busy_lanes=core.lanes.busy if core is not None else 0,
             free_lanes=core.lanes.free if core is not None else 0,
@@ -252,7 +236,17 @@ class RingDriver:
             stored_rows=core.retention.index.rows if core is not None else 0,
             pinned_rows=core.retention.index.pinned_rows if core is not None else 0,
             frames_in_flight=_in_flight(core) if core is not None else 0,
+            spares=health.spares,
+            replaced=health.replaced,
         )
+
+    def _reason(self, core: Scheduler, health: RingHealth) -> str:
+        """Why it is not ready; empty when it is."""
+        if core.down is not None:
+            return core.down
+        if core.is_recovering or not health.ready:
+            return f"recovering: {health.reason or self._loss}"
+        return "draining" if self._draining else ""
 
     def lanes(self, most: int) -> tuple[LaneStatus, ...]:
         """Built when it is asked for; where there are more than `most`, those used last."""
@@ -267,15 +261,15 @@ class RingDriver:
 
     def _satisfied(self, job: JobId) -> None:
         if job in self._jobs:
-            self._handle(JobSatisfied(job, self._clock.now()))
+            self._handle(events.JobSatisfied(job, self._clock.now()))
 
     def _end(self, job: JobId, error: RingserveError) -> None:
         if job in self._jobs:
-            self._handle(JobEnded(job, error, self._clock.now()))
+            self._handle(events.JobEnded(job, error, self._clock.now()))
 
     # Events and actions
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         """Feeds the scheduler, one event at a time: an action may cause the next event."""
         self._events.append(event)
         if self._handling:
@@ -288,41 +282,41 @@ class RingDriver:
             self._handling = False
         self._watch_oldest()
 
-    def _handle_one(self, event: Event) -> None:
+    def _handle_one(self, event: events.Event) -> None:
         assert self._scheduler is not None
         try:
             actions = self._scheduler.on(event)
         except Exception as broken:
             # The rim: a bug of ours costs this ring its jobs, never the process its other rings.
             _log.critical("ring=%s event=%s", self.name, type(event).__name__, exc_info=broken)
-            actions = self._scheduler.on(RingDown(str(broken), self._clock.now()))
+            actions = self._scheduler.on(events.RingDown(str(broken), self._clock.now()))
             # The broken event may have ended jobs, and what it had to say of them is lost.
-            told = {action.job for action in actions if isinstance(action, Fail)}
+            told = {action.job for action in actions if isinstance(action, events.Fail)}
             unheard = [job for job in self._jobs if job not in told]
-            actions = [*actions, *(Fail(job, StageLost(str(broken))) for job in unheard)]
-        self._watch.handled(event, actions)
+            actions = [*actions, *(events.Fail(job, StageLost(str(broken))) for job in unheard)]
+        self._watch.handled(event, actions, self._scheduler.down)
         for action in actions:
             self._carry_out(action)
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: events.Action) -> None:
         match action:
-            case Send(frame):
+            case events.Send(frame):
                 try:
                     self._ring.submit(frame)
                 except RingLost as lost:
                     self._lost(lost)
-            case Emit(job, event):
+            case events.Emit(job, event):
                 self._jobs[job].stream.put(event)
                 self._jobs[job].decodes |= isinstance(event, TokenDelta)
                 if isinstance(event, Finished):
                     self._forget(job)
-            case Fail(job, error):
+            case events.Fail(job, error):
                 self._jobs[job].stream.fail(error)
                 self._forget(job)
-            case OpenEpoch(epoch, reason):
-                _log.warning("ring=%s epoch=%d opens: %s", self.name, epoch, reason)
+            case events.OpenEpoch(epoch, reason, delay_s):
+                self._loss = reason
                 self._opening = asyncio.create_task(
-                    self._open_epoch(epoch), name=f"{self.name}-epoch-{epoch}"
+                    self._open_epoch(epoch, delay_s), name=f"{self.name}-epoch-{epoch}"
                 )
 
     def _forget(self, job: JobId) -> None:
@@ -332,34 +326,46 @@ class RingDriver:
             entry.deadline.cancel()
 
     def _lost(self, lost: RingLost) -> None:
-        _log.error("ring=%s lost: %s", self.name, lost)
-        self._events.append(RingDown(str(lost), self._clock.now()))
+        assert self._scheduler is not None
+        epoch = self._scheduler.ledger.epoch
+        self._events.append(events.RingBroken(epoch, str(lost), self._clock.now()))
 
     # Tasks and timers
 
-    async def _read_replies(self) -> None:
+    async def _read_replies(self, epoch: Epoch) -> None:
+        """Until the ring is lost, which ends the epoch; the next one has a reader of its own."""
         while True:
             try:
                 reply = await self._ring.next_reply()
             except RingLost as lost:
-                _log.error("ring=%s lost: %s", self.name, lost)
-                self._handle(RingDown(str(lost), self._clock.now()))
+                self._handle(events.RingBroken(epoch, str(lost), self._clock.now()))
                 return
-            self._handle(ReplyArrived(reply, self._clock.now()))
+            self._handle(events.ReplyArrived(reply, self._clock.now()))
             # A ring that always has the next reply ready must not keep the loop from everyone else.
             await asyncio.sleep(0)
 
-    async def _open_epoch(self, epoch: Epoch) -> None:
+    def _read(self, epoch: Epoch) -> None:
+        name = f"{self.name}-replies-{epoch}"
+        self._reader = asyncio.create_task(self._read_replies(epoch), name=name)
+
+    async def _open_epoch(self, epoch: Epoch, delay_s: float) -> None:
+        assert self._reader is not None
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await slept(self._clock, delay_s)
         try:
-            async with asyncio.timeout(self._settings.reply_timeout_s):
-                await self._ring.open_epoch(epoch)
+            async with asyncio.timeout(self._settings.heal_timeout_s):
+                held = await self._ring.open_epoch(epoch)
         except TimeoutError:
-            self._handle(RingDown(f"epoch {epoch} did not open in time", self._clock.now()))
+            within = f"within {self._settings.heal_timeout_s:g} s"
+            self._handle(events.EpochFailed(epoch, f"it did not heal {within}", self._clock.now()))
             return
         except RingLost as lost:
-            self._handle(RingDown(f"epoch {epoch} did not open: {lost}", self._clock.now()))
+            self._handle(events.EpochFailed(epoch, str(lost), self._clock.now()))
             return
-        self._handle(EpochOpened(epoch, self._clock.now()))
+        self._read(epoch)
+        replaced = self._ring.health().replaced
+        self._handle(events.EpochOpened(epoch, held, self._clock.now(), replaced))
 
     def _watch_oldest(self) -> None:
         """Gives the reply that is due next its time-out, counted from when it became the next."""
@@ -373,11 +379,12 @@ class RingDriver:
             self._overdue.cancel()
         self._watched, self._overdue = watched, None
         if watched is not None:
-            due = self._clock.now() + self._settings.reply_timeout_s
+            assert core is not None
+            due = self._clock.now() + core.reply_deadline_s
             self._overdue = self._clock.call_at(due, partial(self._late, *watched))
 
     def _late(self, epoch: Epoch, seq: Seq) -> None:
-        self._handle(ReplyOverdue(epoch, seq, self._clock.now()))
+        self._handle(events.ReplyOverdue(epoch, seq, self._clock.now()))
 
 
 def _in_flight(core: Scheduler) -> int:

@@ -9,7 +9,7 @@
     │   ├── RequestTooLarge       the message is larger than the gateway reads
     │   └── ModelNotFound         another model was asked for than the one that is served
     ├── BusyError                 nothing is wrong with the request; try again later
-    │   ├── QueueFull             the bounded queue holds as many jobs as it may
+    │   ├── QueueFull             as many jobs, tokens or bytes wait as may
     │   ├── RateLimited           the caller's key has used what it may for now
     │   ├── TooManyViewers        as many look at the status page as may
     │   └── RingUnavailable       the ring is loading, re-forming or draining
@@ -17,6 +17,7 @@
     │   ├── Cancelled             its client left or asked for it
     │   ├── DeadlineExceeded      its deadline passed
     │   ├── ConstraintFailed      its grammar could not say what may follow
+    │   ├── SlowReader            nobody read its answer
     │   └── StageLost             its ring was lost and could not be rebuilt
     ├── RingLost                  a stage died, hung or answered out of order; raised by rings
     ├── SetupError                ringserve cannot start as it was told to
@@ -34,6 +35,8 @@ Every class has a stable `code` and says whether a retry can help. Edges transla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
+from types import MappingProxyType
 from typing import ClassVar
 
 
@@ -125,16 +128,37 @@ class BusyError(RingserveError):
         self.retry_after_s = retry_after_s
 
 
+class Shed(StrEnum):
+    """What there is too much of; few, since each one is a series to those who count."""
+
+    JOBS = "jobs"  # turns that wait for a lane
+    TOKENS = "tokens"  # prompt tokens of turns that wait for a lane
+    READING = "reading"  # prompts that are to be read
+    BYTES = "bytes"  # of requests that are being served
+
+
 class QueueFull(BusyError):
-    """As many jobs wait for a lane as the queue may hold."""
+    """As much waits as may. `waiting`: how much, in what `reason` counts."""
 
     code: ClassVar[str] = "queue_full"
 
-    def __init__(self, *, waiting: int, retry_after_s: float) -> None:
+    def __init__(self, *, waiting: int, retry_after_s: float, reason: Shed = Shed.JOBS) -> None:
         super().__init__(
-            f"{waiting} turns are waiting; try again later", retry_after_s=retry_after_s
+            f"{waiting} {_SHED_WORDS[reason]}; try again in {retry_after_s:.0f} s",
+            retry_after_s=retry_after_s,
         )
         self.waiting = waiting
+        self.reason = reason
+
+
+_SHED_WORDS = MappingProxyType(
+    {
+        Shed.JOBS: "turns are waiting",
+        Shed.TOKENS: "prompt tokens are waiting",
+        Shed.READING: "prompts are waiting to be read",
+        Shed.BYTES: "bytes of requests are being served",
+    }
+)
 
 
 class RateLimited(BusyError):
@@ -201,6 +225,16 @@ class ConstraintFailed(JobError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"the grammar could not go on: {reason}")
         self.reason = reason
+
+
+class SlowReader(JobError):
+    """The job's answer lay unread for too long, while others could have had its lane."""
+
+    code: ClassVar[str] = "slow_reader"
+
+    def __init__(self, unread: int, seconds: float) -> None:
+        super().__init__(f"{unread} tokens lay unread and none was read for {seconds:g} s")
+        self.unread = unread
 
 
 class StageLost(JobError):

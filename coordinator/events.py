@@ -10,6 +10,7 @@ from coordinator.drafters import Drafter
 from coordinator.errors import RingserveError
 from coordinator.foresight import Wish
 from coordinator.frames import Epoch, Frame, JobId, NodeId, Reply, Seq
+from coordinator.held import Holding
 from coordinator.requests import JobEvent, Request, SessionId
 
 
@@ -56,14 +57,36 @@ class ReplyOverdue:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochOpened:
+class RingBroken:
+    """The ring lost a stage, or its way to one, while it was in this epoch."""
+
     epoch: Epoch
+    reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOpened:
+    """Every stage is there, and holds this and no more."""
+
+    epoch: Epoch
+    held: Holding
+    now: float
+    replaced: int = 0  # stages, since the ring started
+
+
+@dataclass(frozen=True, slots=True)
+class EpochFailed:
+    """What was lost could not be replaced."""
+
+    epoch: Epoch
+    reason: str
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class RingDown:
-    """The ring is lost and was not rebuilt."""
+    """The ring ends, whatever its jobs want."""
 
     reason: str
     now: float
@@ -73,6 +96,20 @@ class RingDown:
 class Drafted:
     """A drafter that was thinking knows its drafts now."""
 
+    job: JobId
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderLags:
+    """So much of the job's answer lies unread that it rests."""
+
+    job: JobId
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderCaughtUp:
     job: JobId
     now: float
 
@@ -115,8 +152,12 @@ Event = (
     | Drafted
     | ReplyArrived
     | ReplyOverdue
+    | RingBroken
     | EpochOpened
+    | EpochFailed
     | RingDown
+    | ReaderLags
+    | ReaderCaughtUp
     | SessionClosed
     | PrefixPinned
     | NodeDropped
@@ -143,10 +184,14 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class OpenEpoch:
-    """The epoch is over: void all rows on every stage, then report EpochOpened or RingDown."""
+    """The last epoch is over: after so many seconds have what is lost replaced and this one opened, and report
+    EpochOpened or EpochFailed.
+    """
 
     epoch: Epoch
     reason: str
+    delay_s: float = 0.0
+    rows: int = 0  # that lanes had when the last epoch ended
 
 
 Action = Send | Emit | Fail | OpenEpoch
@@ -161,6 +206,9 @@ def story_line(event: Event) -> str:
             return f"{now:.3f} next known session={wish.session} tokens={len(wish.tokens)}"
         case PrefixPinned(prefix, _, now):
             return f"{now:.3f} pinned tokens={len(prefix)}"
+        case EpochOpened(epoch, held, now):
+            rows = [len(lane.tokens) for lane in held.lanes]
+            return f"{now:.3f} opened epoch={epoch} rows={rows} nodes={len(held.nodes)}"
         case ReplyArrived(reply, now):
             refused = ",".join(refusal.code for refusal in reply.refusals) or "-"
             return f"{now:.3f} reply epoch={reply.epoch} seq={reply.seq} refused={refused}"

@@ -78,6 +78,8 @@ class Job:
     in_flight: int = 0
     served: int = -1  # the last frame of this epoch with rows of its prefill
     announced: bool = False
+    paused: bool = False  # its reader lags
+    fresh: int | None = None  # tokens to be computed, as far as was known when somebody asked
     refusals: int = 0
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -89,10 +91,10 @@ class Job:
     draft_time: DraftTime = field(default_factory=DraftTime)
 
     _shared: dict[JobId, int] = field(default_factory=dict)  # shared_prefix, by the other job
+    _drafts: bool = False  # its drafter knows the context: not while it waits, an index is five times as large
 
     def __post_init__(self) -> None:
         self.context = list(self.request.prompt)
-        self.drafter.extend(self.context)
 
     @property
     def prompt_tokens(self) -> int:
@@ -116,6 +118,9 @@ class Job:
         recall: int | None = None,
     ) -> None:
         """Starts from `cached_prefix`; tokens generated so far are prefilled like the prompt."""
+        if not self._drafts:
+            self._drafts = True
+            self.drafter.extend(self.context)
         self.phase = Phase.PREFILL
         self.cursor = cached_prefix
         self.recall = recall
@@ -126,8 +131,13 @@ class Job:
         self.cuts, self.ops = cuts, ops
         self._forget_flight()
 
+    @property
+    def rests(self) -> bool:
+        """Whether it gets no rows: its lane keeps those that it has."""
+        return self.paused and self.phase is Phase.DECODE
+
     def requeue(self) -> None:
-        self.phase, self.lane, self.ops = Phase.WAITING, None, ()
+        self.phase, self.lane, self.ops, self.fresh = Phase.WAITING, None, (), None
         self._forget_flight()
 
     def _forget_flight(self) -> None:

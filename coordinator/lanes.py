@@ -72,6 +72,11 @@ class LaneTable:
         """Lanes that no job runs in and no session owns: a newcomer there costs nobody anything."""
         return sum(seat.job is None and seat.session is None for seat in self._seats)
 
+    @property
+    def rows(self) -> int:
+        """Valid ones of all lanes."""
+        return sum(map(self._ledger.valid_rows, self._all()))
+
     def statuses(self, most: int, decodes: Callable[[JobId], bool]) -> tuple[LaneStatus, ...]:
         """The lanes by their numbers; where there are more than `most`, those used last."""
         lanes = self._all()
@@ -155,9 +160,16 @@ class LaneTable:
             if seat.session == session:
                 seat.session, seat.used = None, 0
 
-    def clear(self) -> None:
-        """Every row is void (a new epoch)."""
-        self._seats = [_Seat() for _ in self._seats]
+    def vacate(self) -> None:
+        """No job runs (the epoch is over)."""
+        for seat in self._seats:
+            seat.job = None
+
+    def forget_empty(self) -> list[LaneId]:
+        """Lanes whose rows did not last are nobody's; returns the others."""
+        kept = [lane for lane in self._all() if self._ledger.valid_rows(lane)]
+        self._seats = [self._seats[lane] if lane in kept else _Seat() for lane in self._all()]
+        return kept
 
     def _all(self) -> list[LaneId]:
         return [LaneId(lane) for lane in range(len(self._seats))]

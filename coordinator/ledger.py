@@ -12,8 +12,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
+from coordinator.applied import Applied, Standing
 from coordinator.frames import (
     NO_ROOT,
     CopyRows,
@@ -32,29 +32,10 @@ from coordinator.frames import (
     Seq,
     StoreNodes,
 )
+from coordinator.held import NOTHING, HeldLane, Holding
 from coordinator.memos import MemoTable
 from coordinator.nodes import NodeTable
 from coordinator.prefixes import common_prefix, digest_of
-
-
-class Standing(Enum):
-    """What the frame as a whole is to this replica."""
-
-    NEW = "new"  # the next one: applied
-    APPLIED = "applied"  # a duplicate: ignored
-    REFUSED = "refused"  # of another epoch, or out of order: nothing of it was applied
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What became of a frame: which segments may be computed, what was copied, what was refused."""
-
-    standing: Standing
-    segments: tuple[Segment, ...] = ()
-    moves: tuple[CopyRows | LoadNodes, ...] = ()  # what brings rows into lanes, in order
-    refusals: tuple[Refusal, ...] = ()
-    stores: tuple[StoreNodes, ...] = ()  # with the spans that became nodes
-    lost: tuple[NodeId, ...] = ()  # nodes that were asked for or to be made, and are not there
 
 
 @dataclass(slots=True)
@@ -122,17 +103,27 @@ class Ledger:
     def digest(self, lane: LaneId, rows: int) -> bytes:
         return digest_of(self._lanes[lane].tokens[:rows])
 
+    def holding(self) -> Holding:
+        """What this replica could go on from in another epoch."""
+        lanes = (HeldLane(lane.tokens[:], lane.root, lane.first) for lane in self._lanes)
+        return Holding(tuple(lanes), self.nodes.all(), frozenset(self.nodes.checkpoints))
+
     def is_blocked(self, lane: LaneId) -> bool:
         return self._lanes[lane].blocked is not None
 
     # What changes it
 
-    def reset(self, epoch: Epoch) -> None:
-        """Opens an epoch: every row is void and the next frame is number 0. Nodes stay: they lie in host memory."""
+    def reset(self, epoch: Epoch, held: Holding | None = None) -> None:
+        """Opens an epoch, whose first frame is number 0, with what all replicas hold and nothing else. None: that is
+        not known yet; every row is void, and nodes stay.
+        """
         self.epoch = epoch
         self.next_seq = Seq(0)
-        self._lanes = [_Lane() for _ in self._lanes]
+        lanes = NOTHING if held is None else held
+        self._lanes = [_lane(lanes.lane(number)) for number in range(self.lanes)]
         self.memos.clear()
+        if held is not None:
+            self.nodes.replace(held.nodes, held.checkpoints)
 
     def truncate(self, lane: LaneId, rows: int) -> None:
         """Makes rows from `rows` on void: what a replica learns from others' refusals or from a lost row."""
@@ -397,3 +388,7 @@ class Ledger:
 
     def _refuse(self, code: RefusalCode, lane: LaneId | None, detail: str) -> Refusal:
         return Refusal(code, self._stage, lane, detail)
+
+
+def _lane(held: HeldLane) -> _Lane:
+    return _Lane(held.tokens[:], first=held.first, root=held.root)

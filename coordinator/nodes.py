@@ -67,6 +67,15 @@ class NodeTable:
     def ids(self) -> tuple[NodeId, ...]:
         return tuple(self._nodes)
 
+    def all(self) -> tuple[Node, ...]:
+        """Parents first."""
+        return tuple(sorted(self._nodes.values(), key=lambda node: node.start))
+
+    def replace(self, nodes: Iterable[Node], checkpoints: Iterable[NodeId]) -> None:
+        """These are there now, and no others."""
+        self._nodes = {node.id: node for node in nodes}
+        self.checkpoints = set(checkpoints)
+
     def add(self, node: Node) -> None:
         self._nodes.setdefault(node.id, node)
 

@@ -184,4 +184,11 @@ class Finished:
     timings: Timings = field(default_factory=Timings)
 
 
-JobEvent = Started | TokenDelta | Finished
+@dataclass(frozen=True, slots=True)
+class Recovering:
+    """The job's ring lost something and heals; the tokens go on behind those that were told."""
+
+    reason: str
+
+
+JobEvent = Started | TokenDelta | Recovering | Finished

@@ -28,6 +28,7 @@ from coordinator.frames import (
     Seq,
     StoreNodes,
 )
+from coordinator.held import Holding
 from coordinator.jobs import Job
 from coordinator.ledger import Ledger
 from coordinator.nodes import root_of
@@ -55,15 +56,10 @@ class Retention:
         self._ledger = ledger
         self.index = ChainIndex(
             info.host_rows,
-            info.stored,
             node_rows=settings.node_rows,
             min_tail_rows=settings.min_copy_rows,
             checkpoints=info.checkpoints if info.state_rows else None,
-            resumable=info.resumable,
         )
-        for node in self.index.nodes():
-            ledger.nodes.add(node)
-        ledger.nodes.checkpoints.update(self.index.resumable())
         self.anchors = Anchors(self.index)
         self._tickets: dict[Seq, list[_Ticket]] = {}
         self._heads: dict[LaneId, int] = {}  # where the head of a lane's last job ends
@@ -78,6 +74,11 @@ class Retention:
     @property
     def enabled(self) -> bool:
         return self.index.capacity > 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that is worth it has been written back, and has arrived."""
+        return not self._at_rest and not any(self._tickets.values())
 
     # What a lane's life asks for
 
@@ -206,11 +207,18 @@ class Retention:
                 self.anchors.pin(ticket.asked, ticket.root)
 
     def voided(self, frames: Iterable[Frame]) -> None:
-        """An epoch has ended with these frames unanswered: what they stored or dropped is in doubt, and goes."""
-        for frame in frames:
-            self.index.lose(span.node for op in frame.after for span in op.spans)
-            for op in frame.ops:
-                if isinstance(op, DropNodes):
-                    self.index.lose((*op.nodes, *op.checkpoints))
+        """An epoch has ended with these frames unanswered."""
+        for op in (op for frame in frames for op in frame.ops if isinstance(op, DropNodes)):
+            self.index.undelivered(op.nodes, op.checkpoints)
+
+    def resumed(self, held: Holding, resting: Iterable[LaneId]) -> None:
+        """An epoch begins with these nodes and no others, and with these lanes at rest: tickets of before are void."""
+        self.index.reconcile(held.nodes, held.checkpoints)
+        under_way = [ticket for tickets in self._tickets.values() for ticket in tickets]
+        for ticket in (ticket for ticket in under_way if ticket.asked):
+            self.anchors.pin(ticket.asked, ticket.root)
         self._tickets.clear()
+        self._asked = ()
         self._at_rest.clear()
+        for lane in resting:
+            self.left(lane)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.frames import Epoch, Frame, NodeId, Reply
-from coordinator.nodes import Node
+from coordinator.frames import Epoch, Frame, Reply
+from coordinator.held import NOTHING, Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class RingInfo:
     exact: bool  # rows are bit-identical however a prompt is cut
     devices: tuple[str, ...]  # one a stage
     host_rows: int = 0  # rows that every stage's host store has room for; 0: no store
-    stored: tuple[Node, ...] = ()  # chain nodes that every stage has from before, parents first
+    held: Holding = NOTHING  # what every stage has from before
+    epoch: Epoch = Epoch(0)  # whose frames are taken first
     state_rows: int = (
         0  # rows that recurrent layers can go back without a checkpoint; 0: it has none
     )
     memos: int = 0  # prompts whose last row's logits the tail has room for
     checkpoints: int = 0  # recurrent states that every stage's host store has room for
-    resumable: tuple[NodeId, ...] = ()  # of `stored`: with a checkpoint on every stage
     lends_cores: bool = (
         False  # a frame that is alone in the ring is computed by more cores than a stage's own
     )
@@ -56,18 +56,20 @@ class StageProgress:
 class RingHealth:
     ready: bool
     reason: str = ""  # why not
+    spares: int = 0  # loaded processes that wait to take a lost stage's place
+    replaced: int = 0  # stages, since the ring started
 
 
 ProgressSink = Callable[[StageProgress], None]
 
 
 class Ring(Protocol):
-    """Life: start, then frames of epoch 0; open_epoch voids all rows and starts anew; stop ends
+    """Life: start, then frames of RingInfo.epoch; open_epoch replaces what is lost and begins a new one; stop ends
     everything.
 
     Frames are answered in the order of their seq, one reply each; a frame that the stages had
     already applied is not answered. `submit` and `next_reply` raise RingLost once a stage is lost,
-    until the ring is stopped. Cancelling `next_reply` loses no reply.
+    until an epoch is opened or the ring is stopped. Cancelling `next_reply` loses no reply.
     """
 
     async def start(self, progress: ProgressSink) -> RingInfo:
@@ -76,8 +78,11 @@ class Ring(Protocol):
 
     def capacity(self) -> RingInfo: ...
 
-    async def open_epoch(self, epoch: Epoch) -> None:
-        """Makes every row on every stage void; frames and replies of earlier epochs are dropped."""
+    async def open_epoch(self, epoch: Epoch) -> Holding:
+        """Replaces lost stages, and only those; frames and replies of earlier epochs are dropped. Returns what every
+        stage still holds, and from then on no stage holds more. Raises RingLost where a stage cannot be replaced;
+        whether raised, cancelled or neither, it may be called again with a later epoch.
+        """
         ...
 
     def submit(self, frame: Frame) -> None:

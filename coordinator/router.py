@@ -1,6 +1,6 @@
 """Which ring serves a job: the session's own, then one with a lane to spare, then the one with the
 longest usable prefix, then the least loaded. A session moves when its ring is lost, draining or
-overloaded, and is told so.
+overloaded, or heals while another one has a lane, and is told so.
 
 A wrong choice costs time, never a token. The router holds sessions' pins and histories; it never
 asks what is valid in a lane beyond the ledger's own answer.
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from coordinator.chain import NodeStatus
+from coordinator.chain_records import NodeStatus
 from coordinator.counts import RingCounts
-from coordinator.driver import RingDriver, RingStatus
+from coordinator.driver import RingDriver
 from coordinator.errors import BusyError, InvalidSetting, InvalidValue, RingUnavailable
 from coordinator.foresight import Wish
 from coordinator.frames import NodeId
@@ -22,6 +22,7 @@ from coordinator.lanes import LaneStatus
 from coordinator.requests import Request, SessionId
 from coordinator.ring import RingInfo
 from coordinator.sessions import History, SessionTable
+from coordinator.status import RingStatus
 from coordinator.streams import JobStream
 
 # Fewer rows than this are prefilled within one step of anything else: no reason to prefer a busy ring.
@@ -160,26 +161,38 @@ class Router:
         return request if pinned in (None, driver.name) else replace(request, moved=True)
 
     def _candidates(self, request: Request) -> list[RingDriver]:
-        """The rings that could serve it, the best first. A ring whose queue is full is passed over."""
-        ready = [driver for driver in self._drivers.values() if driver.status().ready]
-        pinned = None if request.session is None else self._sessions.ring(request.session)
-        idle_lane = any(_has_idle_lane(driver.status()) for driver in ready)
+        """The rings that could serve it, the best first. A ring whose queue is full is passed over.
 
-        def fitness(driver: RingDriver) -> tuple[bool, bool, int, int]:
+        Behind those that are ready come those that heal: a turn waits there rather than be refused. A session waits
+        for its own ring, unless a ready one has a lane for it now.
+        """
+        takers = [driver for driver in self._drivers.values() if _takes_jobs(driver.status())]
+        pinned = None if request.session is None else self._sessions.ring(request.session)
+        idle_lane = any(_has_idle_lane(driver.status()) for driver in takers)
+
+        def fitness(driver: RingDriver) -> tuple[bool, bool, bool, int, int]:
             status = driver.status()
+            serves = status.ready or (driver.name == pinned and not idle_lane)
             # A pin is worth a prefill, and not a wait behind more jobs than the ring has lanes.
             stays = driver.name == pinned and not (idle_lane and _is_overloaded(status))
             held = driver.usable_prefix(request.prompt, request.tenant) if request.reuse else 0
             prefix = held if held >= _LEAST_PREFIX else 0
             # Where every lane is some session's, the longest prefix would cost one of them its rows.
             roomy = status.free_lanes > status.waiting_jobs
-            return stays, roomy, prefix, -(status.running_jobs + status.waiting_jobs)
+            load = status.running_jobs + status.waiting_jobs
+            return serves, stays, roomy, prefix, -load
 
-        return sorted(ready, key=fitness, reverse=True)
+        return sorted(takers, key=fitness, reverse=True)
+
+
+def _takes_jobs(status: RingStatus) -> bool:
+    return status.ready or (status.recovering and not status.draining)
 
 
 def _has_idle_lane(status: RingStatus) -> bool:
-    return status.info is not None and status.running_jobs < status.info.lanes
+    """Now: of a ring that heals, nobody knows when."""
+    info = status.info
+    return info is not None and status.ready and status.running_jobs < info.lanes
 
 
 def _is_overloaded(status: RingStatus) -> bool:

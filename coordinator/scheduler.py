@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+from coordinator import events
 from coordinator.admission import Admission
+from coordinator.applied import Standing
 from coordinator.batch import Batch, Filler
 from coordinator.config import SchedulerSettings
 from coordinator.costs import Costs
@@ -23,28 +26,8 @@ from coordinator.errors import (
     RingUnavailable,
     StageLost,
 )
-from coordinator.events import (
-    Action,
-    Drafted,
-    Emit,
-    EpochOpened,
-    Event,
-    Fail,
-    JobEnded,
-    JobSatisfied,
-    NextKnown,
-    NodeDropped,
-    OpenEpoch,
-    PrefixPinned,
-    ReplyArrived,
-    ReplyOverdue,
-    RingDown,
-    Send,
-    SessionClosed,
-    Submitted,
-    story_line,
-)
 from coordinator.fairness import FairQueue
+from coordinator.flight import Flight
 from coordinator.foresight import Foresight
 from coordinator.frames import (
     Epoch,
@@ -59,18 +42,16 @@ from coordinator.frames import (
     Seq,
     StoreNodes,
 )
+from coordinator.held import Holding
 from coordinator.jobs import Job, Phase
-from coordinator.ledger import Ledger, Standing
-from coordinator.requests import Finished, FinishReason, Request, Started
+from coordinator.ledger import Ledger
+from coordinator.recovery import Recovery
+from coordinator.requests import Finished, FinishReason, Recovering, Request, Started
 from coordinator.retention import Retention
 from coordinator.ring import RingInfo
 
-# Frames in flight beyond one a stage, so that no stage waits for the coordinator's turn-around.
-_SPARE_FRAMES = 1
-
-# Refused again and again, or epoch after epoch without a good reply: starting over does not mend that.
+# Refused again and again: starting over does not mend that.
 _MAX_REFUSALS = 8
-_MAX_BARREN_EPOCHS = 3
 
 _STORY_EVENTS = 30
 
@@ -88,16 +69,17 @@ class Scheduler:
         self.lanes = self._admission.lanes
         self._jobs: dict[JobId, Job] = {}  # with a lane, in the order of their admission
         self._queue = FairQueue()
-        self._in_flight: dict[Seq, Frame] = {}  # oldest first
-        self._epoch_open = True
+        self._flight = Flight(info.stages)
+        self._epoch_open = False
         self._down: str | None = None
-        self._barren_epochs = 0
+        self._recovery = Recovery(settings)
         self._costs = Costs(info.stages)
         self._foresight = Foresight(self.ledger, self.lanes, settings, info)
         self._filler = Filler(info, settings, self._costs, self._admission.memos)
         self._counter = Counter(info.stages)
         self._story: deque[str] = deque(maxlen=_STORY_EVENTS)
-        self._actions: list[Action] = []
+        self._actions: list[events.Action] = []
+        self._begin(info.epoch, info.held)
 
     # What a caller may ask
 
@@ -127,8 +109,21 @@ class Scheduler:
         return self._admission.usable_prefix(prompt, tenant)
 
     @property
+    def is_recovering(self) -> bool:
+        """Whether its epoch is over and the next one has not begun: jobs wait, and may be submitted."""
+        return self._down is None and not self._epoch_open
+
+    @property
     def oldest_in_flight(self) -> Seq | None:
-        return next(iter(self._in_flight), None)
+        oldest = self._flight.oldest
+        return None if oldest is None else oldest.seq
+
+    @property
+    def reply_deadline_s(self) -> float:
+        """How long the reply that is due next may take, from when it became the next."""
+        oldest = self._flight.oldest
+        least_s = self._settings.reply_timeout_s
+        return least_s if oldest is None else self._costs.deadline_s(oldest, least_s)
 
     def admissible(self, request: Request) -> None:
         """Raises what a submission of this request would be refused with; capacity decides, not load."""
@@ -140,40 +135,48 @@ class Scheduler:
 
     # Events
 
-    def on(self, event: Event) -> list[Action]:
-        self._story.append(story_line(event))
+    def on(self, event: events.Event) -> list[events.Action]:
+        self._story.append(events.story_line(event))
         self._actions = []
         match event:
-            case Submitted():
+            case events.Submitted():
                 self._submit(event)
-            case JobEnded(job, error):
+            case events.JobEnded(job, error):
                 self._end_job(job, error)
-            case JobSatisfied(job, now):
+            case events.JobSatisfied(job, now):
                 self._satisfy(job, now)
-            case ReplyArrived(reply, now):
+            case events.ReplyArrived(reply, now):
                 self._reply(reply, now)
-            case ReplyOverdue(epoch, seq):
+            case events.ReplyOverdue(epoch, seq):
                 if epoch == self.ledger.epoch and seq == self.oldest_in_flight:
-                    self._end_epoch(f"no reply to frame {seq}", event.now)
-            case EpochOpened(epoch):
-                self._epoch_open = epoch == self.ledger.epoch
-            case RingDown(reason):
+                    self._end_epoch(f"no reply to frame {seq}")
+            case events.RingBroken(epoch, reason):
+                if epoch == self.ledger.epoch and self._epoch_open:
+                    self._end_epoch(reason)
+            case events.EpochOpened(epoch, held):
+                if epoch == self.ledger.epoch and self.is_recovering:
+                    self._begin(epoch, held)
+            case events.EpochFailed(epoch, reason):
+                if epoch == self.ledger.epoch and self.is_recovering:
+                    self._end_epoch(reason)
+            case events.RingDown(reason):
                 self._ring_down(reason)
-            case Drafted():
+            case events.Drafted():
                 pass  # the frame that waited for it is made below
-            case SessionClosed(session):
+            case events.SessionClosed(session):
                 self._admission.close_session(session)
                 self._foresight.forget(session)
-            case NextKnown(wish):
+            case events.NextKnown(wish):
                 self._foresight.wish(wish)
-            case PrefixPinned(prefix, tenant):
-                self._store(self.retention.pin(prefix, tenant) if self._epoch_open else None)
-            case NodeDropped(node):
+            case events.PrefixPinned(prefix, tenant):
+                if self._epoch_open:
+                    self._store(self.retention.pin(prefix, tenant))
+            case events.NodeDropped(node):
                 self.retention.index.lose([node])
         self._pump(event.now)
         return self._actions
 
-    def _submit(self, event: Submitted) -> None:
+    def _submit(self, event: events.Submitted) -> None:
         self.admissible(event.request)
         self._queue.push(self._admission.job_of(event))
         self._foresight.forget(event.request.session)
@@ -182,10 +185,10 @@ class Scheduler:
         job = self._jobs.get(job_id)
         if job is not None:
             self._release(job)
-            self._actions.append(Fail(job_id, error))
+            self._actions.append(events.Fail(job_id, error))
             return
         if self._queue.remove(job_id) is not None:
-            self._actions.append(Fail(job_id, error))
+            self._actions.append(events.Fail(job_id, error))
 
     def _satisfy(self, job_id: JobId, now: float) -> None:
         job = self._jobs.get(job_id)
@@ -199,33 +202,31 @@ class Scheduler:
         self._tell_end(job, reason, now)
 
     def _tell_end(self, job: Job, reason: FinishReason, now: float) -> None:
-        self._actions.append(Emit(job.id, Finished(reason, job.usage(), job.timings(now))))
+        self._actions.append(events.Emit(job.id, Finished(reason, job.usage(), job.timings(now))))
 
     def _ring_down(self, reason: str) -> None:
         self._down, self._epoch_open = reason, False
         for job in (*self._jobs.values(), *self._queue):
-            self._actions.append(Fail(job.id, StageLost(reason)))
+            self._actions.append(events.Fail(job.id, StageLost(reason)))
         self._jobs.clear()
         self._queue.clear()
-        self._in_flight.clear()
-        self.lanes.clear()
+        self._flight.clear()
+        self.lanes.vacate()
 
     # Replies
 
     def _reply(self, reply: Reply, now: float) -> None:
-        if reply.epoch != self.ledger.epoch or reply.seq not in self._in_flight:
+        if reply.epoch != self.ledger.epoch or reply.seq not in self._flight:
             return
         if reply.seq != self.oldest_in_flight:
-            self._end_epoch(f"reply {reply.seq} came before {self.oldest_in_flight}", now)
+            self._end_epoch(f"reply {reply.seq} came before {self.oldest_in_flight}")
             return
-        frame = self._in_flight.pop(reply.seq)
+        frame = self._flight.take(reply.seq)
         for refusal in reply.refusals:
             if refusal.lane is None:
-                self._end_epoch(
-                    f"frame {reply.seq} was refused: {refusal.code} {refusal.detail}", now
-                )
+                self._end_epoch(f"frame {reply.seq} was refused: {refusal.code} {refusal.detail}")
                 return
-        self._barren_epochs = 0
+        self._recovery.answered()
         self.retention.answered(frame, reply)
         self._counter.answered(frame, reply)
         self._costs.learn(frame, reply, {job.phase for job in self._jobs.values()})
@@ -247,12 +248,12 @@ class Scheduler:
             self._refused(job, refusal, reply)
             return
         if answer is None or len(answer.tokens) != len(segment.sampled_rows):
-            self._end_epoch(f"reply {reply.seq} lacks tokens of lane {segment.lane}", now)
+            self._end_epoch(f"reply {reply.seq} lacks tokens of lane {segment.lane}")
             return
         self._announce(job)
         delta = job.answer(answer, self.ledger.next_seq, now)
         if delta is not None:
-            self._actions.append(Emit(job.id, delta))
+            self._actions.append(events.Emit(job.id, delta))
         reason = job.finish_reason
         if delta is not None and reason is not None:
             self._finish(job, reason, now)
@@ -265,7 +266,7 @@ class Scheduler:
         self._counter.admitted(job)
         assert job.lane is not None
         started = Started(self._ring, job.lane, job.prompt_tokens, job.cached_prefix, job.miss)
-        self._actions.append(Emit(job.id, started))
+        self._actions.append(events.Emit(job.id, started))
 
     def _refused(self, job: Job, refusal: Refusal, reply: Reply) -> None:
         """A stage lacks what we believed: fall back to what all stages hold, and go on."""
@@ -275,31 +276,39 @@ class Scheduler:
             lane = job.lane
             self._release(job)
             message = f"lane {lane} was refused {job.refusals} times: {refusal.detail}"
-            self._actions.append(Fail(job.id, BrokenInvariant(message, tuple(self._story))))
+            self._actions.append(events.Fail(job.id, BrokenInvariant(message, tuple(self._story))))
             return
         held = next((rows.valid_rows for rows in reply.lanes if rows.lane == job.lane), 0)
         trusted = refusal.code is RefusalCode.KV_GAP and job.refusals == 1
         self.ledger.truncate(job.lane, held if trusted else 0)
         self._admission.reopen(job)
 
-    def _end_epoch(self, reason: str, now: float) -> None:
-        """Voids every row. Jobs keep their tokens and are prefilled again, oldest first."""
-        self._barren_epochs += 1
-        if self._barren_epochs > _MAX_BARREN_EPOCHS:
-            self._ring_down(
-                f"{self._barren_epochs} epochs without a good reply; the last: {reason}"
-            )
+    def _end_epoch(self, reason: str) -> None:
+        """Jobs keep their tokens and wait for lanes again, oldest first. Which rows are left the stages will say."""
+        delay_s = self._recovery.next_opening()
+        if delay_s is None:
+            self._ring_down(f"it did not heal, again and again; the last: {reason}")
             return
-        self.retention.voided(self._in_flight.values())
+        self.retention.voided(self._flight.frames)
         for job in reversed(self._jobs.values()):
             job.requeue()
             self._queue.push_front(job)
+            self._actions.append(events.Emit(job.id, Recovering(reason)))
         self._jobs.clear()
-        self._in_flight.clear()
-        self.lanes.clear()
+        self._flight.clear()
+        self.lanes.vacate()
         self._epoch_open = False
+        rows = self.lanes.rows
         self.ledger.reset(Epoch(self.ledger.epoch + 1))
-        self._actions.append(OpenEpoch(self.ledger.epoch, reason))
+        self._actions.append(events.OpenEpoch(self.ledger.epoch, reason, delay_s, rows))
+
+    def _begin(self, epoch: Epoch, held: Holding) -> None:
+        """Goes on from what every stage holds. Lanes are cut by their next opening where that is not to be trusted."""
+        if not self._recovery.trusts_rows:
+            held = replace(held, lanes=())
+        self.ledger.reset(epoch, held)
+        self.retention.resumed(held, self.lanes.forget_empty())
+        self._epoch_open = True
 
     def _release(self, job: Job) -> None:
         del self._jobs[job.id]
@@ -310,7 +319,7 @@ class Scheduler:
         self._admission.leave(job)
 
     def _pump(self, now: float) -> None:
-        while self._epoch_open and self._computing < self._flight_limit():
+        while self._epoch_open and self._has_room():
             jobs = tuple(self._jobs.values())
             self._admission.refresh(jobs)
             with self.retention.held(op for job in jobs for op in job.ops):
@@ -321,19 +330,12 @@ class Scheduler:
                 break
             for job, error in batch.failed:
                 self._end_job(job, error)
-        if self._epoch_open and not self._jobs and not self._queue and not self._in_flight:
+        if self._epoch_open and not self._jobs and not self._queue and not self._flight:
             self._work_ahead()
 
-    @property
-    def _computing(self) -> int:
-        """Frames in flight that stages compute rows for; others cost no time to speak of."""
-        return sum(bool(frame.segments) for frame in self._in_flight.values())
-
-    def _flight_limit(self) -> int:
-        """A spare frame hides the turn-around; beside a decoding job it would be one more to wait for."""
+    def _has_room(self) -> bool:
         phases = {job.phase for job in self._jobs.values()}
-        mixed = len(phases) > 1 or (Phase.DECODE in phases and len(self._queue) > 0)
-        return self._info.stages + (0 if mixed else _SPARE_FRAMES)
+        return self._flight.has_room(phases, waiting=len(self._queue) > 0)
 
     def _admit(self, now: float) -> Job | None:
         """Gives the next waiting job a lane, if one is free."""
@@ -355,7 +357,7 @@ class Scheduler:
             self.retention.forget_behind(step.segment.lane, step.segment.start)
         else:
             self._store(self.retention.at_leisure())
-        if step is not None and not self._in_flight:
+        if step is not None and not self._flight:
             epoch, seq = self.ledger.epoch, self.ledger.next_seq
             self._dispatch(step.frame(epoch, seq, alone=self._info.lends_cores))
             self._counter.computed_ahead(step.segment.width)
@@ -366,7 +368,7 @@ class Scheduler:
         """Whether the whole ring waits for this frame: the last chunk of the only job's prompt."""
         segment = batch.segments[0]
         ends_prompt = segment.kind is SegmentKind.PREFILL and segment.sampling is not None
-        only = len(self._jobs) == 1 and not self._in_flight and not self._queue
+        only = len(self._jobs) == 1 and not self._flight and not self._queue
         return self._info.lends_cores and only and ends_prompt
 
     def _send(self, batch: Batch) -> None:
@@ -393,5 +395,5 @@ class Scheduler:
                 f"the replica refuses its own frame: {applied}", tuple(self._story)
             )
         self.retention.sent(frame)
-        self._in_flight[frame.seq] = frame
-        self._actions.append(Send(frame))
+        self._flight.add(frame)
+        self._actions.append(events.Send(frame))

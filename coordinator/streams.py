@@ -1,7 +1,6 @@
 """What a caller holds of a job: an async stream of its events that cancels the job when it is left.
 
-Deltas merge while the reader lags, so a stream holds at most one job's tokens however slowly it is
-read.
+Deltas merge while the reader lags. What is unread is told to readers.py, by which the job rests before it is much.
 """
 
 from __future__ import annotations
@@ -12,25 +11,32 @@ from types import TracebackType
 
 from coordinator.errors import Cancelled, RingserveError
 from coordinator.frames import JobId
-from coordinator.requests import Finished, JobEvent, Started, TokenDelta
+from coordinator.readers import Reader
+from coordinator.requests import Finished, JobEvent, Recovering, Started, TokenDelta
 
 # Tokens of one event. With 20 log-probabilities each they are 17 kB on the wire, far below a message's limit.
 _MOST_TOKENS = 64
 
 
 class JobStream:
-    """Yields Started, then deltas, then Finished. Raises the job's error behind the last decided
-    token.
+    """Yields Started, then deltas, between them Recovering when its ring heals, then Finished. Raises the job's error
+    behind the last decided token.
     """
 
     def __init__(
-        self, job: JobId, cancel: Callable[[JobId], None], satisfy: Callable[[JobId], None]
+        self,
+        job: JobId,
+        reader: Reader,
+        cancel: Callable[[JobId], None],
+        satisfy: Callable[[JobId], None],
     ) -> None:
         self.job = job
+        self.reader = reader
         self._cancel = cancel
         self._satisfy = satisfy
         self._started: Started | None = None
         self._delta: TokenDelta | None = None
+        self._recovering: Recovering | None = None
         self._end: Finished | RingserveError | None = None
         self._over = False
         self._news = asyncio.Event()
@@ -83,6 +89,10 @@ class JobStream:
             return event
         if self._delta is not None:
             event, self._delta = _split(self._delta)
+            self.reader.took(len(event.tokens))
+            return event
+        if self._recovering is not None:
+            event, self._recovering = self._recovering, None
             return event
         if self._end is None:
             return None
@@ -96,16 +106,22 @@ class JobStream:
     def put(self, event: JobEvent) -> None:
         match event:
             case Started():
-                self._started = event
+                self._started, self._recovering = event, None
             case TokenDelta(tokens, logprobs):
                 old = self._delta or TokenDelta(())
                 self._delta = TokenDelta(old.tokens + tokens, old.logprobs + logprobs)
+                self._recovering = None  # news that came too late for its reader
+                self.reader.came(len(tokens))
+            case Recovering():
+                self._recovering = event
             case Finished():
-                self._end = event
+                self._end, self._recovering = event, None
+                self.reader.release()
         self._news.set()
 
     def fail(self, error: RingserveError) -> None:
         self._end = error
+        self.reader.release()
         self._news.set()
 
 

@@ -1,18 +1,20 @@
-"""Scripted faults: what goes wrong, on which leg or stage, and at which frame.
+"""Scripted faults: what goes wrong, on which leg or stage, and at which frame, opening or time.
 
 Leg i leads into stage i; the leg behind the last stage leads to the coordinator. `nth` counts the messages of
-that leg (or the frames that reached that stage) from 0, over all epochs, since the network was made. This file
-only says what happens; network.py and stages.py make it happen. Each fault happens once.
+that leg, the frames that reached that stage or the epochs that were to be opened, from 0, over all epochs, since the
+network was made. This file only says what happens; network.py and stages.py make it happen. Each fault happens once.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeAlias, TypeVar
 
-from coordinator.frames import Frame, LoadNodes, Op, OpenLane, RefusalCode
+from coordinator.frames import CopyRows, Frame, LoadNodes, Op, OpenLane, RefusalCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,61 +97,152 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The stage computes nothing for a while; math.inf: until the next epoch."""
+    """The stage takes so much longer for the frame; math.inf: until it is replaced. One that does not rest in time
+    when the next epoch opens is replaced, and what it says behind that comes all the same, if it ever does.
+    """
 
     stage: int
     nth: int
     seconds: float
+    keeps: float = 0.0  # as in Lose
+
+
+class Deed(StrEnum):
+    """What a frame does, beside computing."""
+
+    ANY = "any"
+    LOAD = "load"
+    STORE = "store"
+    COPY = "copy"
 
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """The stage dies when the frame reaches it, and the ring with it."""
+    """The stage dies of the first frame from `nth` on that does this, before it has taken it or when it has passed it
+    on, and so many seconds later the ring knows. `keeps`: the part of its nodes that its successor finds, on a disk or
+    at a neighbour.
+    """
 
     stage: int
     nth: int
+    deed: Deed = Deed.ANY
+    passes_on: bool = False
+    noticed_s: float = 0.0
+    keeps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoseAt:
+    """The stages die then, whatever they are at, and a probe finds it out so many seconds later."""
+
+    at_s: float
+    stages: tuple[int, ...]
+    noticed_s: float = 0.0
+    keeps: float = 0.0  # as in Lose
+
+
+@dataclass(frozen=True, slots=True)
+class FailHeal:
+    """An epoch does not open: when so many stages have opened it, a stage dies, or what was to be done takes too long.
+    None: no lost stage was replaced even.
+    """
+
+    nth: int
+    opened: int | None = None
+    dies: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRestart:
+    """The coordinator is gone then, and a new one takes the ring over. The network knows nothing of it."""
+
+    at_s: float
 
 
 LegFault: TypeAlias = Delay | Drop | Duplicate | Reorder
 StageFault: TypeAlias = Restart | CorruptRow | LoseNode | KeepNothing | Refuse | Stall | Lose
-Fault: TypeAlias = LegFault | StageFault
+RingFault: TypeAlias = LoseAt | FailHeal
+Fault: TypeAlias = LegFault | StageFault | RingFault | GatewayRestart
 FaultScript: TypeAlias = tuple[Fault, ...]
 LEG_FAULTS = (Delay, Drop, Duplicate, Reorder)
 STAGE_FAULTS = (Restart, CorruptRow, LoseNode, KeepNothing, Refuse, Stall, Lose)
-ALL_FAULTS: tuple[type[Fault], ...] = LEG_FAULTS + STAGE_FAULTS
-F = TypeVar("F", LegFault, StageFault)
+RING_FAULTS = (LoseAt, FailHeal)
+# Those of the network.
+ALL_FAULTS: tuple[type[LegFault | StageFault | RingFault], ...] = (
+    LEG_FAULTS + STAGE_FAULTS + RING_FAULTS
+)
+F = TypeVar("F", LegFault, StageFault, FailHeal)
 
 
 class Pending:
-    """The faults of a script that have not happened yet."""
+    """The faults of a script that have not happened yet; those that have are in `struck`."""
 
     def __init__(self, script: FaultScript) -> None:
         self._legs = [fault for fault in script if isinstance(fault, LEG_FAULTS)]
         self._stages = [fault for fault in script if isinstance(fault, STAGE_FAULTS)]
+        self._openings = [fault for fault in script if isinstance(fault, FailHeal)]
+        timed = (fault for fault in script if isinstance(fault, LoseAt))
+        self._timed = sorted(timed, key=lambda fault: fault.at_s)
+        self.struck: list[Fault] = []
 
     def of_leg(self, leg: int, nth: int) -> tuple[LegFault, ...]:
-        return _take(self._legs, lambda fault: (fault.leg, fault.nth) == (leg, nth))
+        return self._take(self._legs, lambda fault: (fault.leg, fault.nth) == (leg, nth))
 
     def of_stage(self, stage: int, nth: int, frame: Frame) -> tuple[StageFault, ...]:
         """Some faults wait for a frame that they can happen to."""
-        waits_for = {
-            CorruptRow: any(reopens(op) for op in frame.ops),
-            LoseNode: any(isinstance(op, LoadNodes) for op in frame.ops),
-            KeepNothing: bool(frame.after),
-        }
 
         def is_due(fault: StageFault) -> bool:
-            if type(fault) in waits_for:
-                return fault.stage == stage and fault.nth <= nth and waits_for[type(fault)]
-            return (fault.stage, fault.nth) == (stage, nth)
+            if fault.stage != stage:
+                return False
+            if _waits(fault):
+                return fault.nth <= nth and _can_happen(fault, frame)
+            return fault.nth == nth
 
-        return _take(self._stages, is_due)
+        return self._take(self._stages, is_due)
+
+    def of_opening(self, nth: int) -> FailHeal | None:
+        return next(iter(self._take(self._openings, lambda fault: fault.nth == nth)), None)
+
+    @property
+    def next_at(self) -> float | None:
+        """When a fault comes by itself."""
+        return self._timed[0].at_s if self._timed else None
+
+    def pop_timed(self) -> LoseAt:
+        self.struck.append(self._timed[0])
+        return self._timed.pop(0)
+
+    def _take(self, faults: list[F], is_due: Callable[[F], bool]) -> tuple[F, ...]:
+        due = tuple(fault for fault in faults if is_due(fault))
+        if due:
+            faults[:] = [fault for fault in faults if fault not in due]
+            self.struck.extend(due)
+        return due
 
 
-def _take(faults: list[F], is_due: Callable[[F], bool]) -> tuple[F, ...]:
-    due = tuple(fault for fault in faults if is_due(fault))
-    faults[:] = [fault for fault in faults if fault not in due]
-    return due
+def _waits(fault: StageFault) -> bool:
+    if isinstance(fault, Lose):
+        return fault.deed is not Deed.ANY
+    return isinstance(fault, CorruptRow | LoseNode | KeepNothing)
+
+
+def _can_happen(fault: StageFault, frame: Frame) -> bool:
+    if isinstance(fault, CorruptRow):
+        return any(reopens(op) for op in frame.ops)
+    if isinstance(fault, KeepNothing):
+        return bool(frame.after)
+    return does(frame, fault.deed if isinstance(fault, Lose) else Deed.LOAD)
+
+
+def does(frame: Frame, deed: Deed) -> bool:
+    match deed:
+        case Deed.LOAD:
+            return any(isinstance(op, LoadNodes) for op in frame.ops)
+        case Deed.COPY:
+            return any(isinstance(op, CopyRows) for op in frame.ops)
+        case Deed.STORE:
+            return bool(frame.after)
+    return True
 
 
 def reopens(op: Op) -> bool:
@@ -166,7 +259,8 @@ def random_script(
     kinds: tuple[type[Fault], ...] = ALL_FAULTS,
     longest_s: float = 1.0,
 ) -> FaultScript:
-    """`count` faults of the given kinds among the first `frames` messages of each leg; same seed, same script.
+    """`count` faults of the given kinds among the first `frames` messages of each leg, or the first `longest_s`
+    seconds; same seed, same script.
 
     Every one of them may cost time but none may change a token, so rows are corrupted in the ledger too.
     """
@@ -189,10 +283,25 @@ def _random_fault(
         return kind(stage, nth, row=dice.randrange(1 << 16))
     if kind is LoseNode:
         return kind(stage, nth, which=dice.randrange(1 << 16))
-    if kind is KeepNothing:
-        return kind(stage, nth)
     if kind is Refuse:
         return kind(stage, nth, dice.choice((RefusalCode.NO_STATE, RefusalCode.KV_GAP)))
+    if kind is Restart or kind is KeepNothing:
+        return kind(stage, nth)
+    return _random_loss(dice, kind, stages, nth, seconds)
+
+
+def _random_loss(
+    dice: random.Random, kind: type[Fault], stages: int, nth: int, seconds: float
+) -> Fault:
+    stage, keeps = dice.randrange(stages), dice.choice((0.0, 0.0, 0.5, 1.0))
+    noticed_s = dice.choice((0.0, 0.0, 0.05, 1.0))
     if kind is Stall:
-        return kind(stage, nth, seconds)
-    return Restart(stage, nth) if kind is Restart else Lose(stage, nth)
+        return Stall(stage, nth, dice.choice((seconds, math.inf)), keeps)
+    if kind is LoseAt:
+        lost = dice.sample(range(stages), dice.randint(1, min(2, stages)))
+        return LoseAt(seconds, tuple(lost), noticed_s, keeps)
+    if kind is FailHeal:
+        opened = dice.choice((None, dice.randint(0, stages)))
+        return FailHeal(dice.randrange(4), opened, dice.choice((None, stage)))
+    deed = dice.choice((Deed.ANY, *Deed))
+    return Lose(stage, nth, deed, dice.random() < 0.5, noticed_s, keeps)

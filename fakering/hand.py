@@ -53,8 +53,8 @@ class Hand:
         self._replies: dict[tuple[Epoch, Seq], Reply] = {}
 
     async def open_epoch(self, epoch: Epoch) -> None:
-        await self.ring.open_epoch(epoch)
-        self.ledger.reset(epoch)
+        held = await self.ring.open_epoch(epoch)
+        self.ledger.reset(epoch, held)
         self._expected.clear()
         self._replies.clear()
 

@@ -41,7 +41,7 @@ def _mix_all(values: Hashes) -> Hashes:
     return values ^ (values >> np.uint64(31))
 
 
-def _context_hashes(tokens: Hashes) -> Hashes:
+def context_hashes(tokens: Hashes) -> Hashes:
     """For each row the hash of the tokens up to it; one token elsewhere changes it from there on."""
     places = np.arange(1, len(tokens) + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return np.cumsum(_mix_all(tokens + places), dtype=np.uint64)
@@ -100,6 +100,10 @@ class Rows:
         self.activations[lane, start:end] = kept.activations[part]
         self._states[lane] = _only(end, kept.state if end == kept.end else None)
 
+    def state(self, lane: int, rows: int) -> int | None:
+        """What the lane's recurrent layers would go on from behind so many rows, if they can."""
+        return self._states[lane].get(rows)
+
     def history(self, lane: int, row: int) -> tuple[int, ...]:
         return tuple(int(token) for token in self.tokens[lane, : row + 1])
 
@@ -114,7 +118,7 @@ class Rows:
         """
         end = start + len(tokens)
         self.tokens[lane, start:end] = np.asarray(tokens, dtype=np.uint64)
-        context = _context_hashes(self.tokens[lane, :end])
+        context = context_hashes(self.tokens[lane, :end])
         self.activations[lane, start:end] = context[start:] if received is None else received
         wrong = self.activations[lane, :end] ^ context
         spoiled: Hashes = context + np.cumsum(_mix_all(wrong), dtype=np.uint64)

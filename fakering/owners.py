@@ -22,6 +22,7 @@ from coordinator.frames import (
     Segment,
     SegmentKind,
 )
+from coordinator.held import Holding
 
 
 class Crossed(AssertionError):
@@ -31,8 +32,13 @@ class Crossed(AssertionError):
 class Owners:
     """`tenants`: those of the jobs; filled by the caller before their frames come."""
 
-    def __init__(self, lanes: int, tenants: Mapping[JobId, str]) -> None:
+    def __init__(
+        self, lanes: int, tenants: Mapping[JobId, str], roots: Mapping[NodeId, str]
+    ) -> None:
+        """`roots`: whose chains begin there."""
         self._tenants = tenants
+        self._roots = roots
+        self._writers: list[list[set[str]]] = [[] for _ in range(lanes)]  # of each row, ever
         self._rows: list[list[str]] = [[] for _ in range(lanes)]  # of each lane: whose each row is
         self._holders = [""] * lanes  # whose job had the lane last
         self._nodes: dict[
@@ -41,9 +47,17 @@ class Owners:
         self._memos: dict[int, str] = {}
         self._wishes: list[Wish] = []
 
-    def new_epoch(self) -> None:
-        self._rows = [[] for _ in self._rows]
+    def new_epoch(self, held: Holding) -> None:
+        """Of frames that not every stage has seen, earlier rows may be left: whose they are the stages say. Raises
+        Crossed where he never had any there.
+        """
         self._memos.clear()
+        for lane, writers in enumerate(self._writers):
+            left = held.lane(lane)
+            rows = len(left.tokens)
+            self._rows[lane] = [self._roots[left.root]] * rows if rows else []
+            if any(self._roots[left.root] not in known for known in writers[:rows]):
+                raise Crossed(f"lane {lane} comes back as {self._roots[left.root]!r}'s")
 
     def wished(self, wish: Wish) -> None:
         self._wishes.append(wish)
@@ -59,10 +73,18 @@ class Owners:
                 self._open(op)
         for segment in frame.segments:
             self._write(segment)
+        for lane, rows in enumerate(self._rows):
+            self._note(lane, rows)
         for store in frame.after:
             for span in store.spans:
                 rows = self._rows[store.lane][span.start : span.end]
                 self._nodes[span.node] = (span.start, rows)
+
+    def _note(self, lane: int, rows: list[str]) -> None:
+        writers = self._writers[lane]
+        writers.extend(set() for _ in range(len(rows) - len(writers)))
+        for known, tenant in zip(writers, rows, strict=False):
+            known.add(tenant)
 
     def _open(self, op: OpenLane) -> None:
         if op.job != AHEAD:

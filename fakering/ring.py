@@ -13,6 +13,7 @@ from dataclasses import replace
 from coordinator.clock import Clock, SystemClock, Timer
 from coordinator.errors import RingLost
 from coordinator.frames import PROTOCOL_VERSION, Epoch, Frame, Reply
+from coordinator.held import Holding
 from coordinator.ring import ProgressSink, RingHealth, RingInfo, StageProgress
 from fakering.faults import FaultScript
 from fakering.model import FakeModel
@@ -48,13 +49,15 @@ class FakeRing:
         self._replies: deque[Reply] = deque()
         self._changed = asyncio.Event()
         self._timer: Timer | None = None
+        self._runs = False  # it was started, and not stopped
         self._down: RingLost | None = RingLost(None, "not started")
 
     async def start(self, progress: ProgressSink) -> RingInfo:
         """A second start, after stop, makes new stages with no rows."""
         self.network.rebuild()
         self._forget_replies()
-        self._down = None
+        self._runs, self._down = True, None
+        self._pump()
         for stage in range(self._info.stages):
             progress(StageProgress(stage, bytes_done=0, bytes_total=0, note="nothing to load"))
         return self._info
@@ -62,10 +65,18 @@ class FakeRing:
     def capacity(self) -> RingInfo:
         return self._info
 
-    async def open_epoch(self, epoch: Epoch) -> None:
-        self._raise_if_down()
-        self.network.open_epoch(epoch)
+    async def open_epoch(self, epoch: Epoch) -> Holding:
+        if not self._runs:
+            self._raise_if_down()
         self._forget_replies()
+        try:
+            held = self.network.open_epoch(epoch, self._clock.now())
+        except RingLost as lost:
+            self._go_down(lost)
+            raise
+        self._down = None
+        self._pump()
+        return held
 
     def submit(self, frame: Frame) -> None:
         self._raise_if_down()
@@ -81,10 +92,23 @@ class FakeRing:
         return self._replies.popleft()
 
     def health(self) -> RingHealth:
-        return RingHealth(self._down is None, "" if self._down is None else self._down.reason)
+        reason = "" if self._down is None else self._down.reason
+        return RingHealth(self._down is None, reason, replaced=self.network.replaced)
 
     async def stop(self) -> None:
+        self._runs = False
         self._go_down(RingLost(None, "stopped"))
+
+    # Trouble, for who wants to see what follows
+
+    def fail(self, stage: int) -> None:
+        """The stage dies, now."""
+        if self._down is None:
+            self._go_down(self.network.lose(stage))
+
+    def hold_up(self, stage: int, seconds: float) -> None:
+        """The stage computes nothing more for a while."""
+        self.network.hold_up(stage, self._clock.now() + seconds)
 
     def _raise_if_down(self) -> None:
         if self._down is not None:

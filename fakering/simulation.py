@@ -29,12 +29,13 @@ from coordinator.events import (
     OpenEpoch,
     ReplyArrived,
     ReplyOverdue,
-    RingDown,
+    RingBroken,
     Send,
     Submitted,
 )
 from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, LaneId, Reply, Seq
+from coordinator.nodes import root_of
 from coordinator.requests import Finished, Request, SamplingSpec, SessionId, Started, TokenDelta
 from coordinator.scheduler import Scheduler
 from fakering.faults import FaultScript
@@ -132,14 +133,14 @@ class Simulation:
         self.scheduler = Scheduler("sim", self.info, settings)
         self.jobs: dict[JobId, PlayedJob] = {}
         tenants = {JobId(index): planned.tenant for index, planned in enumerate(plan)}
-        self._owners = Owners(lanes, tenants)
+        roots = {root_of(described.model_fingerprint, t): t for t in set(tenants.values())}
+        self._owners = Owners(lanes, tenants, roots)
         self.refusals = 0
         self.epochs = 0
         self.now = 0.0
         self._plan = plan
         self._model = model
         self.faults = faults
-        self._settings = settings
         self._end_tokens = end_tokens
         self._due: list[_Due] = []
         self._order = 0
@@ -182,7 +183,7 @@ class Simulation:
 
     def _outcome(self, outcome: Reply | RingLost) -> None:
         if isinstance(outcome, RingLost):
-            self._feed(RingDown(str(outcome), self.now))
+            self._feed(RingBroken(self.scheduler.ledger.epoch, str(outcome), self.now))
             return
         self.refusals += len(outcome.refusals)
         self._require(bool(self.faults) or not outcome.refusals, f"refused: {outcome.refusals}")
@@ -203,12 +204,9 @@ class Simulation:
                 self._open_epoch(Epoch(epoch))
 
     def _open_epoch(self, epoch: Epoch) -> None:
-        try:
-            self.network.open_epoch(epoch)
-        except RingLost as lost:
-            self._feed(RingDown(str(lost), self.now))
-            return
-        self._feed(EpochOpened(epoch, self.now))
+        held = self.network.open_epoch(epoch)
+        self._owners.new_epoch(held)
+        self._feed(EpochOpened(epoch, held, self.now))
 
     def _submit(self, planned: PlannedJob, job: JobId) -> None:
         before: tuple[int, ...] = ()
@@ -263,7 +261,8 @@ class Simulation:
                 try:
                     self.network.send(frame, self.now)
                 except RingLost as lost:
-                    self._events.append(RingDown(str(lost), self.now))
+                    epoch = self.scheduler.ledger.epoch
+                    self._events.append(RingBroken(epoch, str(lost), self.now))
             case Emit(job, event):
                 played = self.jobs[job]
                 self._require(not played.ended, "an event behind the end")
@@ -272,16 +271,15 @@ class Simulation:
                     played.started = event
                 elif isinstance(event, TokenDelta):
                     played.tokens.extend(event.tokens)
-                else:
+                elif isinstance(event, Finished):
                     played.finished = event
                     self._foresee(job)
             case Fail(job, error):
                 self._require(not self.jobs[job].ended, "failed behind the end")
                 self.jobs[job].error = error
-            case OpenEpoch(epoch, _):
+            case OpenEpoch(epoch, _, delay_s):
                 self.epochs += 1
-                self._owners.new_epoch()
-                self._later(self.now + 0.1, epoch)
+                self._later(self.now + delay_s + 0.1, epoch)
 
     def _foresee(self, job: JobId) -> None:
         planned, played = self._plan[job], self.jobs[job]
@@ -307,7 +305,7 @@ class Simulation:
         seq = self.scheduler.oldest_in_flight
         watched = None if seq is None else (self.scheduler.ledger.epoch, seq)
         if watched is not None and watched != self._watched:
-            self._later(self.now + self._settings.reply_timeout_s, watched)
+            self._later(self.now + self.scheduler.reply_deadline_s, watched)
         self._watched = watched
 
     # Invariants

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from coordinator.applied import Applied, Standing
 from coordinator.constraints import lets_any
 from coordinator.frames import (
     CopyRows,
@@ -32,9 +33,10 @@ from coordinator.frames import (
     StageTiming,
     lanes_of,
 )
-from coordinator.ledger import Applied, Ledger, Standing
+from coordinator.held import Holding
+from coordinator.ledger import Ledger
 from fakering.faults import CorruptRow, KeepNothing, LoseNode, Refuse, Restart, StageFault, reopens
-from fakering.model import FakeModel, Hashes, KeptRows, Rows
+from fakering.model import FakeModel, Hashes, KeptRows, Rows, context_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,53 @@ class FakeStage:
         self.ledger = Ledger(lanes, max_rows, stage=index, state_rows=state_rows)
         self.rows = Rows(lanes, max_rows, state_rows)
         self.kept: dict[NodeId, KeptRows] = {}
+        # What it has lost and not told anybody yet: it tells when it is asked for it.
+        self.untold_lanes: set[LaneId] = set()
+        self.untold_nodes: set[NodeId] = set()
+        self._suspect = False  # some row may not be what its ledger says
         self._memos: dict[int, int] = {}  # the tail's: what it made of a prompt's last row
         self._model = model
         self._host_rows = host_rows
 
-    def open_epoch(self, epoch: Epoch) -> None:
-        """Every row is void; the buffers keep their bytes, which nobody may read any more."""
-        self.ledger.reset(epoch)
+    def open_epoch(self, epoch: Epoch, held: Holding | None = None) -> None:
+        """What all stages hold stays, or no row at all; the buffers keep bytes that nobody may read any more."""
+        self.ledger.reset(epoch, held)
+        self.untold_lanes.clear()
+        self.untold_nodes.clear()
+        if held is None:
+            return
+        nodes = self.ledger.nodes
+        self.kept = {id_: rows for id_, rows in self.kept.items() if id_ in nodes}
+        for id_ in self.kept.keys() - nodes.checkpoints:
+            self.kept[id_] = replace(self.kept[id_], state=None)
+
+    def holding(self) -> Holding:
+        """What this stage could go on from: no node without bytes, and no row that a check of the bytes finds wrong."""
+        nodes = self.ledger.nodes
+        nodes.drop([node for node in nodes.ids() if node not in self.kept])
+        nodes.checkpoints &= {node for node, kept in self.kept.items() if kept.state is not None}
+        for lane in map(LaneId, range(self.ledger.lanes if self._suspect else 0)):
+            self.ledger.truncate(lane, self._right_rows(lane))
+        return self.ledger.holding()
+
+    def _right_rows(self, lane: LaneId) -> int:
+        rows = self.ledger.valid_rows(lane)
+        wrong = self.rows.activations[lane, :rows] != context_hashes(self.rows.tokens[lane, :rows])
+        return int(np.argmax(wrong)) if wrong.any() else rows
+
+    def inherit(self, lost: FakeStage, part: float) -> None:
+        """Takes over this part of a lost stage's nodes, and of their states: by their ids, so that all sorts of gaps
+        come.
+        """
+        for node in lost.ledger.nodes.all():
+            kept = lost.kept.get(node.id)
+            if kept is None or node.id[0] >= 256 * part:
+                continue
+            keeps_state = kept.state is not None and node.id[1] < 256 * part
+            self.ledger.nodes.add(node)
+            self.kept[node.id] = kept if keeps_state else replace(kept, state=None)
+            if keeps_state:
+                self.ledger.nodes.checkpoints.add(node.id)
 
     def handle(self, parcel: Parcel, faults: Sequence[StageFault] = ()) -> Parcel | None:
         """What goes on to the next leg; None for a frame that was applied before."""
@@ -107,6 +149,9 @@ class FakeStage:
         refusals = (*parcel.refusals, *refusals)
         lost += applied.lost + self._keep(applied, faults)
         lost = tuple(dict.fromkeys((*parcel.lost, *lost)))
+        self.untold_nodes.difference_update(lost)
+        if applied.standing is Standing.NEW:
+            self.untold_lanes.difference_update(_touched(frame))
         lanes = self._least(parcel)
         return replace(parcel, activations=made, refusals=refusals, lanes=lanes, lost=lost)
 
@@ -238,6 +283,8 @@ class FakeStage:
     def _suffer(self, frame: Frame, faults: Sequence[StageFault]) -> None:
         for fault in faults:
             if isinstance(fault, Restart):
+                self.untold_lanes.update(map(LaneId, range(self.ledger.lanes)))
+                self.untold_nodes.update(self.ledger.nodes.ids())
                 self.rows.wipe()
                 self.kept.clear()
                 self.ledger.nodes.drop(self.ledger.nodes.ids())
@@ -259,6 +306,7 @@ class FakeStage:
         row = fault.row % op.cached_prefix
         if row >= self.ledger.valid_rows(op.lane):
             return
+        self._suspect = True
         self.rows.tokens[op.lane, row] ^= np.uint64(1)
         if fault.in_ledger:
             # No frame can say this, so it has no method of the ledger.

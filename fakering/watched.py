@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from coordinator.clock import Clock
 from coordinator.frames import DropNodes, Epoch, LaneId, LoadNodes, NodeId, Seq
+from coordinator.held import Holding
 from coordinator.ring import ProgressSink, RingInfo
 from fakering.faults import Fault, Pending, StageFault
 from fakering.model import FakeModel
@@ -54,10 +55,15 @@ class WatchedRing(FakeRing):
         await asyncio.sleep(0)
         return info
 
-    async def open_epoch(self, epoch: Epoch) -> None:
+    async def open_epoch(self, epoch: Epoch) -> Holding:
         await asyncio.sleep(0)
-        await super().open_epoch(epoch)
+        before = tuple(self.network.stages)
+        held = await super().open_epoch(epoch)
+        for stage in self.network.stages:
+            if stage not in before:
+                self._watch(stage)
         await asyncio.sleep(0)
+        return held
 
     async def stop(self) -> None:
         await asyncio.sleep(0)

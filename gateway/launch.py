@@ -21,6 +21,7 @@ from coordinator.errors import InvalidSetting
 from coordinator.ring import Ring, RingInfo
 from coordinator.router import Router
 from gateway.chat.tokenizer import ChatTokenizer
+from gateway.deadlines import Deadlines, deadlines_of
 from gateway.drafting import open_drafters
 from gateway.fronts import together
 from gateway.http.server import serve_http
@@ -53,6 +54,8 @@ _FAKE_STORE_LANES = 8
 _FAKE_STEP_S = 0.001
 # The fake model writes printable ASCII: one byte a token, so that its text has the length of its ids.
 _FAKE_LOW, _FAKE_HIGH = 32, 127
+# How many times the patience with a probe a stage waits for the next one.
+_FENCE_PROBES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Running:
     grpc_address: str
     http_address: str
     model_dir: Path | None  # None: a ring without a model
+    deadlines: Deadlines
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class _Model:
     tokenizer: ChatTokenizer
     make_ring: Callable[[str], Ring]  # by the ring's name
     check_room: Callable[[], None]  # for one more ring; raises SetupError
+    config: RingConfig | None = None  # None: a ring without a model
 
 
 @asynccontextmanager
@@ -102,7 +107,9 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
         router = Router((), settings.scheduler.session_limit)
         metrics.look_at(router, clock, settings.scheduler.node_rows)
         sights = Sights(recent, LoadRecord(board), metrics)
-        rings = RingSet(router, make_driver, sights.loading.sink, model.check_room)
+        rings = RingSet(
+            router, make_driver, sights.loading.sink, model.check_room, _settle_s(settings)
+        )
         rng = random.SystemRandom()
         watching = (recent, *observing.turns)
         quotas = Quotas(settings.safety.limits, clock) if settings.safety.has_keys else None
@@ -119,7 +126,21 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
         service.warm()
         await rings.start()
         grpc, http = addresses
-        yield Running(service, router, model.tokenizer, router.info(), grpc, http, model.folder)
+        yield Running(
+            service,
+            router,
+            model.tokenizer,
+            router.info(),
+            grpc,
+            http,
+            model.folder,
+            deadlines_of(settings, model.config),
+        )
+
+
+def _settle_s(settings: ServeSettings) -> float:
+    """Rows that end with their process need not be written back before."""
+    return 0.0 if settings.kv_disk is None else settings.grpc.drain_s
 
 
 def plan_model(settings: ServeSettings, board: ProgressBoard) -> Plan:
@@ -151,6 +172,7 @@ def _open_model(settings: ServeSettings, board: ProgressBoard) -> _Model:
         load_tokenizer(folder.path),
         make_ring(settings, config),
         partial(_check_room, settings, config),
+        config,
     )
 
 
@@ -218,7 +240,7 @@ def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig
     plan = _plan(settings, folder, device)
     plan.check()
     _check_host_bytes(settings)
-    return RingConfig(
+    config = RingConfig(
         model_dir=folder,
         model=name,
         splits=tuple((stage.first, stage.last) for stage in plan.stages),
@@ -232,7 +254,13 @@ def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig
         kv_disk=_folder(settings.kv_disk),
         kv_disk_bytes=settings.kv_disk_bytes,
         rings=settings.rings,
+        spares=settings.spares,
+        probe_s=settings.probe_s,
+        probe_timeout_s=settings.probe_timeout_s,
+        load_s=settings.load_timeout_s,
     )
+    # A stage that nobody probes ends itself, and not before it counts as lost here.
+    return replace(config, fence_s=max(config.fence_s, _FENCE_PROBES * settings.probe_timeout_s))
 
 
 def _check_host_bytes(settings: ServeSettings) -> None:
@@ -287,7 +315,7 @@ def _device(settings: ServeSettings) -> str:
 
 def _stages_here(settings: ServeSettings) -> int:
     """How many stages this machine holds, as far as that can be known before the cluster is asked."""
-    return settings.rings * (1 if settings.spread else settings.stages)
+    return settings.rings * (1 if settings.spread else settings.stages + settings.spares)
 
 
 def _device_and_dtype(settings: ServeSettings) -> tuple[str, str]:

@@ -31,12 +31,17 @@ class RingSet:
         make: Callable[[str], RingDriver],
         progress: Callable[[str], ProgressSink],
         check_room: Callable[[], None],
+        settle_s: float = 0.0,
     ) -> None:
-        """`check_room` raises SetupError when this machine has no memory for one more ring; it may take a while."""
+        """`check_room` raises SetupError when this machine has no memory for one more ring; it may take a while.
+
+        `settle_s`: what a ring gets, behind its last turn, to write back the rows of idle lanes.
+        """
         self._router = router
         self._make = make
         self._progress = progress
         self._check_room = check_room
+        self._settle_s = settle_s
         self._drivers: dict[str, RingDriver] = {}
         self._named = 0
         # Two rings that load at once would both take the memory that there is for one.
@@ -81,16 +86,27 @@ class RingSet:
         return status.running_jobs + status.waiting_jobs
 
     async def stop(self) -> None:
-        """Ends all rings, and the jobs that they still have."""
+        """Ends all rings, and the jobs that they still have. Cancelled, it ends them nevertheless, and waits for
+        nothing else.
+        """
         self._stopping.set()
-        await asyncio.gather(*self._ending.values(), return_exceptions=True)
-        for driver in tuple(self._drivers.values()):
-            await driver.stop()
+        try:
+            await asyncio.gather(*self._ending.values(), return_exceptions=True)
+            await asyncio.gather(*(each.settle(self._settle_s) for each in self._drivers.values()))
+        finally:
+            for driver in tuple(self._drivers.values()):
+                await driver.stop()
 
     async def _end(self, driver: RingDriver) -> None:
         while not (driver.idle or self._stopping.is_set()):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _IDLE_CHECK_S)
+        try:
+            await driver.settle(self._settle_s)
+        finally:
+            await self._stop(driver)
+
+    async def _stop(self, driver: RingDriver) -> None:
         self._router.remove(driver.name)
         try:
             await driver.stop()

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TypeVar
 
 from coordinator.clock import Clock
-from coordinator.driver import RingStatus
 from coordinator.errors import QueueFull
 from coordinator.foresight import Wish
 from coordinator.frames import NodeId
@@ -23,6 +22,7 @@ from coordinator.lanes import LaneStatus
 from coordinator.requests import (
     Finished,
     JobEvent,
+    Recovering,
     SessionId,
     Started,
     TokenDelta,
@@ -30,6 +30,7 @@ from coordinator.requests import (
 from coordinator.ring import RingInfo
 from coordinator.router import RingNode, Router
 from coordinator.sessions import History
+from coordinator.status import RingStatus
 from gateway.answer import Answer
 from gateway.chat.messages import Message
 from gateway.chat.tokenizer import ChatTokenizer
@@ -44,6 +45,7 @@ from gateway.turns import (
     ChatPrompt,
     Prompt,
     TurnEvent,
+    TurnRecovering,
     TurnRequest,
     TurnStarted,
 )
@@ -159,7 +161,8 @@ class GenerationService:
         return work() if nbytes <= _SMALL_BYTES else await self._workers.run(work)
 
     async def generate(self, turn: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
-        """The turn's events: started, deltas, finished. Raises RequestError, BusyError and JobError.
+        """The turn's events: started, deltas, finished, and recovering wherever its ring heals. Raises RequestError,
+        BusyError and JobError.
 
         Close the generator to cancel the turn (contextlib.aclosing): what was generated until then is remembered.
         """
@@ -180,7 +183,8 @@ class GenerationService:
             async with self._router.submit(job.request) as stream:
                 with self._remembering(job, answer, open_turn):
                     async for event in stream:
-                        open_turn.started = True
+                        # It may have to wait again before it has begun.
+                        open_turn.started |= not isinstance(event, Recovering)
                         told = tuple(self._told(event, answer, job))
                         if isinstance(event, Finished):
                             last = told  # once it is remembered: the next turn may come at once
@@ -199,6 +203,8 @@ class GenerationService:
                 yield self._started(event, job)
             case TokenDelta():
                 yield answer.feed(event)
+            case Recovering(reason):
+                yield TurnRecovering(reason)
             case Finished():
                 if rest := answer.flush():
                     yield rest

@@ -18,6 +18,7 @@ from gateway.observing.settings import ObserveSettings
 from gateway.safety.settings import SafetySettings
 
 KV_DISK_BYTES = 16 * 2**30
+_MOST_SPARES = 1024
 
 
 class RingKind(StrEnum):
@@ -122,6 +123,13 @@ class ServeSettings:
     # A folder that keeps them over a restart; each ring has one of its own in it.
     kv_disk: Path | None = None
     kv_disk_bytes: int = KV_DISK_BYTES  # of each stage
+    # Of each ring: loaded processes that wait to take a lost stage's place.
+    spares: int = 0
+    # Seconds between the probes of a stage's process, and without an answer until it counts as lost.
+    probe_s: float = 1.0
+    probe_timeout_s: float = 5.0
+    # Seconds that a stage may load without any progress.
+    load_timeout_s: float = 300.0
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
@@ -149,6 +157,7 @@ class ServeSettings:
         if (self.grpc.guarded or self.http.guarded) and not self.safety.keeps_strangers_out:
             raise InvalidSetting("host", "no key and no authority of clients keeps strangers out")
         self._check_store()
+        self._check_waits()
 
     @property
     def is_readable_by_others(self) -> bool:
@@ -165,6 +174,18 @@ class ServeSettings:
             raise InvalidSetting("kv_disk", "rows get there from host memory; kv_host_bytes is 0")
         if self.kv_disk is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("kv_disk", "a fake ring has no rows to keep")
+
+    def _check_waits(self) -> None:
+        for name in ("probe_s", "probe_timeout_s", "load_timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise InvalidSetting(name, f"must be greater than 0, got {value}")
+        if not 0 <= self.spares <= _MOST_SPARES:
+            raise InvalidSetting(
+                "spare", f"must be between 0 and {_MOST_SPARES}, got {self.spares}"
+            )
+        if self.spares and self.ring is not RingKind.RAY:
+            raise InvalidSetting("spare", f"a {self.ring} ring has no processes to spare")
 
 
 def _check_listening(settings: GrpcSettings | HttpSettings, port: str) -> None:

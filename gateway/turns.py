@@ -132,4 +132,11 @@ class TurnFinished:
     thought_tokens: int = 0
 
 
-TurnEvent = TurnStarted | TurnDelta | TurnFinished
+@dataclass(frozen=True, slots=True)
+class TurnRecovering:
+    """Its ring lost something and heals: after a pause the answer goes on behind what was told, token for token."""
+
+    reason: str
+
+
+TurnEvent = TurnStarted | TurnDelta | TurnRecovering | TurnFinished

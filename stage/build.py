@@ -11,24 +11,26 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from coordinator.errors import ModelDoesNotFit, ModelUnusable, NumericsNotExact
 from coordinator.frames import PROTOCOL_VERSION, NodeId
+from coordinator.held import Holding, held_by_all
 from coordinator.nodes import Node
 from coordinator.ring import RingInfo, StageProgress
 from stage.attention import Numerics, RowSegment
 from stage.config import RingConfig
 from stage.cores import Cores, cores_of
 from stage.fingerprint import fingerprint
+from stage.kv.outbox import Outbox
 from stage.kv.states import STATE_ROWS
 from stage.model.damage import in_one_line, unusable
 from stage.model.slice import ModelSlice, RowBatch, SliceOutput, load_slice
 from stage.numerics import probe_cores, probe_numerics
 from stage.stage import Stage
-from stage.stores import open_stores
+from stage.stores import host_budget, open_stores
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class StageReport:
     exact: bool
     device: str
     lends_cores: bool
+    host_bytes: int = 0  # of its host's memory that its store may take
     host_rows: int = 0  # rows that its store has room for
     stored: tuple[Node, ...] = ()  # what lies on its disk from before
     recurrent: bool = False  # some of its layers keep a state
@@ -58,10 +61,30 @@ class StageReport:
     memos: int = 0  # prompts whose last logits it has room for; only the tail has any
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedSlice:
+    """A slice that computes, without a store: a spare's, or what becomes a stage next."""
+
+    index: int
+    model: ModelSlice
+    cores: Cores
+    device: str
+    numerics: str
+    exact: bool
+
+
 def build_stage(
     config: RingConfig, index: int, device: str, progress: Progress, stages_here: int = 1
 ) -> tuple[Stage, StageReport]:
     """Raises SetupError. `device` is torch's name for it; `stages_here` is how many stages share its host."""
+    loaded = load_stage(config, index, device, progress, stages_here)
+    return open_stage(config, loaded, stages_here)
+
+
+def load_stage(
+    config: RingConfig, index: int, device: str, progress: Progress, stages_here: int
+) -> LoadedSlice:
+    """What takes long. Touches neither the disk nor the memory that chain nodes lie in. Raises SetupError."""
     cores = cores_of(config, device, stages_here)
     cores.use()
     note = _Notes(index, progress)
@@ -75,18 +98,31 @@ def build_stage(
             exact, words = _probe(config, index, model)
             if not (exact and probe_cores(model, cores)):
                 cores = Cores(cores.shared, cores.shared)
-    identity = fingerprint(config.model_dir)
-    store, checkpoints, memos = open_stores(config, model, identity, stages_here)
     note.say("ready")
+    log.info("ready stage=%d layers=%d-%d numerics=%s", index, *config.splits[index], words)
+    return LoadedSlice(index, model, cores, device, words, exact)
+
+
+def open_stage(
+    config: RingConfig, loaded: LoadedSlice, stages_here: int, outbox: Outbox | None = None
+) -> tuple[Stage, StageReport]:
+    """Makes a stage of a slice, with a store of config.kv_host_bytes. Raises SetupError. `outbox`: is told what the
+    store keeps.
+    """
+    model, cores = loaded.model, loaded.cores
+    identity = fingerprint(config.model_dir)
+    budget = host_budget(config, stages_here)
+    store, checkpoints, memos = open_stores(config, model, identity, budget, outbox)
     report = StageReport(
         protocol_version=PROTOCOL_VERSION,
         fingerprint=identity,
         vocab_size=model.decoder.vocab_size,
         layers=model.decoder.n_layers,
-        numerics=words,
-        exact=exact,
-        device=device,
+        numerics=loaded.numerics,
+        exact=loaded.exact,
+        device=loaded.device,
         lends_cores=cores.alone > cores.shared,
+        host_bytes=budget,
         host_rows=store.capacity_rows,
         stored=store.on_disk(),
         recurrent=model.states.layers > 0,
@@ -94,8 +130,24 @@ def build_stage(
         resumable=checkpoints.on_disk(),
         memos=memos.slots,
     )
-    log.info("ready stage=%d layers=%d-%d numerics=%s", index, *config.splits[index], words)
-    return Stage(index, model, cores, store, checkpoints, memos), report
+    return Stage(loaded.index, model, cores, store, checkpoints, memos), report
+
+
+def check_belongs(info: RingInfo, before: StageReport, report: StageReport) -> None:
+    """Whether a stage may take the place of one that the ring lost: nothing that RingInfo promises may get less.
+    Raises ModelUnusable.
+    """
+
+    def identity(of: StageReport) -> tuple[object, ...]:
+        return of.protocol_version, of.fingerprint, of.vocab_size, of.layers, of.recurrent
+
+    if identity(report) != identity(before):
+        raise ModelUnusable("the new stage reads another model or runs another version")
+    if info.exact and not report.exact:
+        raise ModelUnusable(f"the new stage is not as exact as the ring: {report.numerics}")
+    # Less room for chain nodes only costs nodes, of which the coordinator hears; slots it counts on.
+    if report.memos < before.memos:
+        raise ModelUnusable(f"the new stage has room for {report.memos} of {before.memos} memos")
 
 
 @contextmanager
@@ -134,7 +186,7 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
     if config.splits[-1][1] != head.layers:
         raise ModelUnusable(f"the stages hold {config.splits[-1][1]} of {head.layers} layers")
     recurrent = any(report.recurrent for report in reports)
-    stored = _held_by_all(reports)
+    held = held_by_all([_on_disk(report) for report in reports])
     # The stage with the worst verdict speaks for the ring.
     numerics = min(reports, key=lambda report: report.exact).numerics
     return RingInfo(
@@ -149,8 +201,7 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
         exact=all(report.exact for report in reports),
         devices=tuple(report.device for report in reports),
         host_rows=min(report.host_rows for report in reports),
-        stored=stored,
-        resumable=_resumable(reports, stored),
+        held=held if recurrent else replace(held, checkpoints=frozenset()),
         state_rows=STATE_ROWS if recurrent else 0,
         checkpoints=min(report.checkpoints for report in reports) if recurrent else 0,
         memos=reports[-1].memos,
@@ -158,24 +209,10 @@ def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
     )
 
 
-def _held_by_all(reports: Sequence[StageReport]) -> tuple[Node, ...]:
-    """Nodes that every stage has, with all that they hang on; parents first. What only some have stays unused there."""
-    everywhere = set.intersection(*({node.id for node in report.stored} for report in reports))
-    # A parent that is no node is the root of some tenant's chains, who is not known before he asks.
-    roots = {node.parent for node in reports[0].stored} - {node.id for node in reports[0].stored}
-    ends = dict.fromkeys(roots, 0)
-    held = []
-    for node in sorted(reports[0].stored, key=lambda node: node.start):
-        if node.id in everywhere and ends.get(node.parent) == node.start:
-            ends[node.id] = node.end
-            held.append(node)
-    return tuple(held)
-
-
-def _resumable(reports: Sequence[StageReport], stored: Sequence[Node]) -> tuple[NodeId, ...]:
-    """Of nodes that every stage has, those that every stage with recurrent layers can go on from."""
-    held = [frozenset(report.resumable) for report in reports if report.recurrent]
-    return tuple(node.id for node in stored if held and all(node.id in ids for ids in held))
+def _on_disk(report: StageReport) -> Holding:
+    """A stage without recurrent layers can go on from anywhere."""
+    ids = report.resumable if report.recurrent else (node.id for node in report.stored)
+    return Holding(nodes=report.stored, checkpoints=frozenset(ids))
 
 
 class _Notes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 from coordinator.errors import RingLost
 from stage.messages import Delivery, FrameMessage, Inlet, Outlet, ReplyMessage
@@ -16,14 +17,26 @@ from stage.stage import Stage, Waited
 log = logging.getLogger(__name__)
 
 
-def run_stage(stage: Stage, inlet: Inlet, outlet: Outlet) -> None:
+@dataclass(slots=True)
+class Pulse:
+    """What a loop is at. Its own thread writes, any may read."""
+
+    frames: int = 0  # messages done with
+    since: float | None = None  # time.monotonic() when it began with the one in work
+
+
+def run_stage(stage: Stage, inlet: Inlet, outlet: Outlet, pulse: Pulse | None = None) -> None:
     """Returns when the inlet is closed. Raises RingLost when the stage cannot go on."""
+    pulse = pulse or Pulse()
     while True:
+        pulse.since = None
         free_at = time.time()
         delivery = inlet.receive()
         if delivery is None:
             return
+        pulse.since = time.monotonic()
         _step(stage, delivery, free_at, outlet)
+        pulse.frames += 1
 
 
 def _step(stage: Stage, delivery: Delivery, free_at: float, outlet: Outlet) -> None:

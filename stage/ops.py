@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+from coordinator.applied import Applied
 from coordinator.frames import (
     CopyRows,
     DropNodes,
@@ -18,8 +19,10 @@ from coordinator.frames import (
     NodeId,
     StoreNodes,
 )
-from coordinator.ledger import Applied, Ledger
+from coordinator.held import Holding
+from coordinator.ledger import Ledger
 from stage.kv.checkpoints import Checkpoints
+from stage.kv.mirror import Key, Record
 from stage.kv.store import HostStore
 from stage.model.slice import ModelSlice
 
@@ -45,9 +48,7 @@ class FrameOps:
         """
         if (frame.epoch, frame.seq) != (self._ledger.epoch, self._ledger.next_seq):
             return ()  # nothing of it will be applied
-        lost = [id_ for id_ in self._store.take_gone() if id_ in self._ledger.nodes]
-        # Not lost yet: that would cost all that hangs on the node, which may never be loaded from this very end.
-        self._ledger.nodes.checkpoints.difference_update(self._checkpoints.take_gone())
+        lost = self._take_gone()
         for op in frame.ops:
             if isinstance(op, LoadNodes):
                 known = [id_ for id_ in op.nodes if id_ in self._ledger.nodes]
@@ -56,6 +57,40 @@ class FrameOps:
                     lost.append(op.nodes[-1])
         self._ledger.nodes.drop(lost)
         return tuple(lost)
+
+    def _take_gone(self) -> list[NodeId]:
+        """Nodes of the table whose bytes were given up since this was asked last; the caller takes them out."""
+        # Not lost yet: that would cost all that hangs on the node, which may never be loaded from this very end.
+        self._ledger.nodes.checkpoints.difference_update(self._checkpoints.take_gone())
+        return [id_ for id_ in self._store.take_gone() if id_ in self._ledger.nodes]
+
+    def holding(self) -> Holding:
+        """What lies here, and in the ledger's words."""
+        self._ledger.nodes.drop(self._take_gone())
+        return self._ledger.holding()
+
+    def keep_only(self, held: Holding) -> None:
+        """Gives the memory of all other nodes up, before the ledger forgets them."""
+        known, kept = set(self._ledger.nodes.ids()), {node.id for node in held.nodes}
+        self._store.forget(known - kept)
+        self._checkpoints.forget(known - held.checkpoints)
+
+    def lacks(self, key: Key) -> bool:
+        return self._store.lacks(key) or self._checkpoints.lacks(key)
+
+    def take_back(self, record: Record) -> bool:
+        """Keeps what the neighbour kept, and tells the ledger. A state of no use is not kept: nobody would drop it."""
+        nodes = self._ledger.nodes
+        if self._store.lacks(record.key):
+            node = self._store.take_back(record)
+            if node is not None:
+                nodes.add(node)
+                nodes.checkpoints.update(self._checkpoints.held([node.id]))
+        else:
+            node = self._checkpoints.take_back(record) if record.node in nodes else None
+            if node is not None:
+                nodes.checkpoints.add(node.id)
+        return node is not None
 
     def run(self, frame: Frame, applied: Applied, refused: Collection[LaneId | None]) -> None:
         """In the frame's order: a copy may read what a later opening gives up."""

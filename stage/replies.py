@@ -1,7 +1,7 @@
 """Where replies and the news of a loss wait for the coordinator's event loop.
 
 Decides nothing but order: replies come out as they came in, those of earlier epochs are dropped, and once the ring is
-lost every call says so. Any thread may put something in; only the loop's own tasks take out.
+lost every call says so, until an epoch is opened. Any thread may put something in; only the loop's own tasks take out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stage.messages import ReplyMessage
 
 
 class ReplyQueue:
-    """Belongs to the running loop that made it. `on_lost` runs there once, at the first loss."""
+    """Belongs to the running loop that made it. `on_lost` runs there at an epoch's first loss."""
 
     def __init__(self, on_lost: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -31,14 +31,17 @@ class ReplyQueue:
     def push(self, message: ReplyMessage) -> None:
         self._call(lambda: self._add(message))
 
-    def lose(self, stage: int | None, reason: str) -> None:
-        self._call(lambda: self.fail(stage, reason))
+    def lose(self, stage: int | None, reason: str, opened: Epoch | None = None) -> None:
+        """`opened`: the epoch that it was lost in; of an earlier one it is no news. None: of whichever there is."""
+        self._call(lambda: self._fail_in(opened, stage, reason))
 
     # On the loop
 
     def open_epoch(self, epoch: Epoch) -> None:
+        """What was lost has been replaced; whoever waits for a reply waits on."""
         self._epoch = epoch
         self._replies.clear()
+        self._lost = None
 
     @property
     def epoch(self) -> Epoch:
@@ -66,6 +69,10 @@ class ReplyQueue:
                 return self._replies.popleft()
             self._changed.clear()
             await self._changed.wait()
+
+    def _fail_in(self, opened: Epoch | None, stage: int | None, reason: str) -> None:
+        if opened in (None, self._epoch):
+            self.fail(stage, reason)
 
     def _add(self, message: ReplyMessage) -> None:
         if message.opened == self._epoch:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coordinator.applied import Applied, Standing
 from coordinator.constraints import lets_any
 from coordinator.errors import InvalidValue
 from coordinator.frames import (
@@ -33,10 +34,12 @@ from coordinator.frames import (
     StageTiming,
     lanes_of,
 )
-from coordinator.ledger import Applied, Ledger, Standing
+from coordinator.held import Holding
+from coordinator.ledger import Ledger
 from stage.attention import RowSegment
 from stage.cores import Cores
 from stage.kv.checkpoints import Checkpoints
+from stage.kv.mirror import Key, Record
 from stage.kv.store import HostStore
 from stage.memos import Memos
 from stage.messages import FrameMessage, Garbled, ReplyMessage
@@ -85,17 +88,38 @@ class Stage:
             self.ledger.memos.slots = memos.slots
         self._ops = FrameOps(self.ledger, model, store, checkpoints)
         self._opened = Epoch(0)
+        self.is_new = True  # no epoch was opened here yet
         self._lock = Lock()
 
     def join(self, state_rows: int) -> None:
         """Learns before its first frame what holds for the whole ring: RingInfo.state_rows."""
         self.ledger.state_rows = state_rows
 
-    def open_epoch(self, epoch: Epoch) -> None:
-        """Voids every row. Waits for the frame being computed; those that wait behind it are dropped."""
-        self._opened = epoch
+    def holding(self) -> Holding:
+        """What this stage could go on from. Waits for the frame being computed."""
         with self._lock:
-            self.ledger.reset(epoch)
+            return self._ops.holding()
+
+    def open_epoch(self, epoch: Epoch, held: Holding | None = None) -> None:
+        """Begins an epoch with what all stages hold; None: every row is void. Waits for the frame being computed;
+        those that wait behind it are dropped.
+        """
+        self._opened = epoch
+        self.is_new = False
+        with self._lock:
+            if held is not None:
+                self._ops.keep_only(held)
+            self.ledger.reset(epoch, held)
+
+    def lacks(self, key: Key) -> bool:
+        """Whether it could be taken back."""
+        with self._lock:
+            return self._ops.lacks(key)
+
+    def take_back(self, record: Record) -> bool:
+        """Keeps what a neighbour kept for the stage that was here before."""
+        with self._lock:
+            return self._ops.take_back(record)
 
     def close(self) -> None:
         """Called when the last frame was processed: what is to outlive the stage gets a moment to reach the disk."""

@@ -18,7 +18,8 @@ from stage.host_memory import available_bytes
 from stage.kv.checkpoints import Checkpoints
 from stage.kv.disk import DiskTier
 from stage.kv.kept import DiskShelf
-from stage.kv.node_file import FileKind
+from stage.kv.node_file import STATE, FileKind
+from stage.kv.outbox import Outbox
 from stage.kv.records import RowRecords
 from stage.kv.states import LaneStates
 from stage.kv.store import HostStore
@@ -31,8 +32,22 @@ log = logging.getLogger(__name__)
 _SHARE = 4
 
 
+def host_budget(config: RingConfig, stages_here: int) -> int:
+    """Bytes of a stage's host memory for chain nodes; without a setting, of what is available now. With a mirror, so
+    many again are for another stage's.
+    """
+    if config.kv_host_bytes is not None:
+        return config.kv_host_bytes
+    copies = 2 if config.mirror else 1
+    return available_bytes() // _SHARE // (stages_here * config.rings * copies)
+
+
 def open_stores(
-    config: RingConfig, model: ModelSlice, fingerprint: str, stages_here: int
+    config: RingConfig,
+    model: ModelSlice,
+    fingerprint: str,
+    budget: int,
+    outbox: Outbox | None = None,
 ) -> tuple[HostStore, Checkpoints, Memos]:
     """Reads the headers of the files on disk, and nothing else of them. Recurrent layers get half of each budget."""
     decoder = model.decoder
@@ -46,9 +61,6 @@ def open_stores(
         recipe=_recipe(decoder.device, config.numerics == "fast"),
     )
     states = kind_of_states(model.states, rows)
-    budget = config.kv_host_bytes
-    if budget is None:
-        budget = available_bytes() // _SHARE // (stages_here * config.rings)
     # Both kinds always: what another model's states left in the folder counts too, and goes when room is wanted.
     disk = None if budget == 0 else _open_disk(config, (rows, states))
     memos = memo_slots(budget, decoder.vocab_size, config.lanes) if decoder.is_tail else 0
@@ -59,8 +71,9 @@ def open_stores(
     if disk is not None:
         rows_shelf = DiskShelf(disk, rows, config.kv_disk_bytes // share)
         states_shelf = DiskShelf(disk, states, config.kv_disk_bytes // share)
-    store = HostStore(records, for_rows, rows_shelf)
-    checkpoints = Checkpoints(model.states, budget - for_rows, states_shelf)
+    mirrored = [None if outbox is None else outbox.of(kind) for kind in (rows, states)]
+    store = HostStore(records, for_rows, rows_shelf, mirrored[0])
+    checkpoints = Checkpoints(model.states, budget - for_rows, states_shelf, mirrored[1])
     return store, checkpoints, Memos(memos)
 
 
@@ -69,7 +82,7 @@ def kind_of_states(states: LaneStates, rows: FileKind) -> FileKind:
     layout = states.layout(states.block - 1)
     return replace(
         rows,
-        holds="state",
+        holds=STATE,
         dtype=",".join(str(dtype) for _, dtype in layout),
         # With a row for all but one of a block's, so that the shapes also tell how many a block has.
         shapes=tuple(shape for shape, _ in layout),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from zmq.utils import z85
 
 from coordinator.errors import RingLost
 from stage import wire
+from stage.kv.node_file import Buffer
 from stage.messages import Delivery, FrameMessage, ReplyMessage
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 # No frame comes near it: a stranger's announcement of more is refused before memory is given to it.
 _LONGEST_PART = 1 << 30
 _ZAP_DOMAIN = b"ring"
+# Messages of a channel that wait on either side: of large ones, memory has room for few.
+_CHANNEL_BOUND = 2
 # A Unix socket's path may have 107 bytes.
 _LONGEST_TEMP = 60
 
@@ -60,14 +64,29 @@ class Link:
         self._door: _Door | None = None
 
     def listen(self, where: Path | str) -> Listener:
-        """Binds to a path (one host: ipc) or to an interface's address (tcp, on a free port, behind a door)."""
+        """Binds to a path (one host: ipc) or to an interface's address (tcp, on a free port, behind a door). Raises
+        RingLost.
+        """
         socket = self._socket(zmq.PULL)
-        if isinstance(where, Path):
-            socket.bind(f"ipc://{where}")
-            return Listener(socket, Endpoint(f"ipc://{where}"))
-        self._guard(socket)
-        port = socket.bind_to_random_port(f"tcp://{where}")
-        return Listener(socket, Endpoint(f"tcp://{where}:{port}", self._keys.public))
+        return Listener(socket, self._bound(socket, where))
+
+    def answer(self, where: Path | str) -> tuple[Channel, Endpoint]:
+        """As `listen`, for one peer, who is answered."""
+        socket = self._socket(zmq.DEALER, _CHANNEL_BOUND)
+        endpoint = self._bound(socket, where)
+        return Channel(socket), endpoint
+
+    def _bound(self, socket: zmq.Socket[bytes], where: Path | str) -> Endpoint:
+        try:
+            if isinstance(where, Path):
+                socket.bind(f"ipc://{where}")
+                return Endpoint(f"ipc://{where}")
+            self._guard(socket)
+            port = socket.bind_to_random_port(f"tcp://{where}")
+            return Endpoint(f"tcp://{where}:{port}", self._keys.public)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise RingLost(None, f"cannot listen at {where}: {error}") from error
 
     def admit(self, public: bytes | None) -> None:
         """Names the peer whose frames are taken from other hosts. Until then nobody's are."""
@@ -76,11 +95,24 @@ class Link:
 
     def connect(self, to: Endpoint) -> Sender:
         socket = self._socket(zmq.PUSH)
+        self._connect(socket, to)
+        return Sender(socket)
+
+    def call(self, to: Endpoint) -> Channel:
+        """As `connect`, for who answers. Closed from the start when the link is."""
+        channel = Channel(None)
+        try:
+            channel = Channel(socket := self._socket(zmq.DEALER, _CHANNEL_BOUND))
+            self._connect(socket, to)
+        except zmq.ZMQError:
+            channel.close()
+        return channel
+
+    def _connect(self, socket: zmq.Socket[bytes], to: Endpoint) -> None:
         if to.public is not None:
             self._keys.put_on(socket)
             socket.setsockopt(zmq.CURVE_SERVERKEY, to.public)
         socket.connect(to.address)
-        return Sender(socket)
 
     def close(self) -> None:
         """Wakes whoever waits in `receive`; returns when all sockets are closed by those who use them."""
@@ -102,11 +134,11 @@ class Link:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, _LONGEST_PART)
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, bound: int = 0) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        # No bound of its own: the coordinator bounds the frames in flight, and a full queue would block a stage.
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        # Frames have no bound here: the coordinator bounds those in flight, and a full queue would block a stage.
+        socket.setsockopt(zmq.SNDHWM, bound)
+        socket.setsockopt(zmq.RCVHWM, bound)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         return socket
@@ -188,6 +220,45 @@ class Sender:
 
     def close(self) -> None:
         self._socket.close()
+
+
+class Channel:
+    """Both ways between two processes, for raw parts in their order; used by one thread at a time. That its link was
+    closed shows at the next use, which closes it.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes] | None) -> None:
+        self._socket = socket
+
+    @property
+    def is_closed(self) -> bool:
+        return self._socket is None
+
+    def send(self, parts: Sequence[Buffer]) -> bool:
+        """Waits while the peer lags behind. False: it is closed."""
+        if self._socket is not None:
+            try:
+                self._socket.send_multipart(parts, copy=False)
+            except zmq.ZMQError:
+                self.close()
+        return not self.is_closed
+
+    def receive(self, within_s: float | None = None) -> list[memoryview] | None:
+        """None: it is closed, or the time is up."""
+        if self._socket is None:
+            return None
+        try:
+            if within_s is not None and not self._socket.poll(max(0, int(within_s * 1000))):
+                return None
+            return [part.buffer for part in self._socket.recv_multipart(copy=False)]
+        except zmq.ZMQError:
+            self.close()
+            return None
+
+    def close(self) -> None:
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close()
 
 
 def private_folder() -> Path:

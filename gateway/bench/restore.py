@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coordinator.driver import RingStatus
 from coordinator.prefixes import common_prefix
 from coordinator.requests import SessionId
+from coordinator.status import RingStatus
 from gateway.bench.endpoints import Answered, Ask, GrpcEndpoint
 from gateway.bench.prompts import prose
 from gateway.chat.tokenizer import ChatTokenizer

@@ -28,6 +28,8 @@ from gateway.cli.flags import (
     DrainS,
     DtypeFlag,
     GrpcPort,
+    HealAttempts,
+    HealTimeoutS,
     Host,
     HttpPort,
     Insecure,
@@ -39,6 +41,7 @@ from gateway.cli.flags import (
     KvDiskBytes,
     KvHostBytes,
     Lanes,
+    LoadTimeoutS,
     LogFormatFlag,
     LogLevelFlag,
     MaxRows,
@@ -47,11 +50,15 @@ from gateway.cli.flags import (
     NumericsFlag,
     Operators,
     OtlpEndpoint,
+    ProbeS,
+    ProbeTimeoutS,
     QueueLimit,
     RayAddress,
+    ReplyTimeoutS,
     Ring,
     Rings,
     ServedName,
+    Spares,
     Spread,
     Stages,
     TlsCert,
@@ -59,6 +66,7 @@ from gateway.cli.flags import (
     TlsKey,
     Verbose,
 )
+from gateway.cli.output import open_missing
 from gateway.cli.rings import app as rings_app
 from gateway.observing.logs import log_to_stderr
 from gateway.observing.settings import LogLevel, ObserveSettings
@@ -124,6 +132,13 @@ def serve(
     kv_host_bytes: KvHostBytes = _DEFAULTS.kv_host_bytes,
     kv_disk: KvDisk = _DEFAULTS.kv_disk,
     kv_disk_bytes: KvDiskBytes = _DEFAULTS.kv_disk_bytes,
+    spare: Spares = _DEFAULTS.spares,
+    reply_timeout_s: ReplyTimeoutS = _SCHEDULER.reply_timeout_s,
+    heal_timeout_s: HealTimeoutS = _SCHEDULER.heal_timeout_s,
+    heal_attempts: HealAttempts = _SCHEDULER.heal_attempts,
+    probe_s: ProbeS = _DEFAULTS.probe_s,
+    probe_timeout_s: ProbeTimeoutS = _DEFAULTS.probe_timeout_s,
+    load_timeout_s: LoadTimeoutS = _DEFAULTS.load_timeout_s,
     host: Host = _GRPC.host,
     grpc_port: GrpcPort = _GRPC.port,
     http_port: HttpPort = _HTTP.port,
@@ -180,7 +195,17 @@ def serve(
             kv_host_bytes=kv_host_bytes,
             kv_disk=kv_disk,
             kv_disk_bytes=kv_disk_bytes,
-            scheduler=SchedulerSettings(max_drafts=drafts, queue_limit=queue_limit),
+            spares=spare,
+            probe_s=probe_s,
+            probe_timeout_s=probe_timeout_s,
+            load_timeout_s=load_timeout_s,
+            scheduler=SchedulerSettings(
+                max_drafts=drafts,
+                queue_limit=queue_limit,
+                reply_timeout_s=reply_timeout_s,
+                heal_timeout_s=heal_timeout_s,
+                heal_attempts=heal_attempts,
+            ),
             grpc=GrpcSettings(
                 host=host, port=grpc_port, guarded=guarded, insecure=insecure, drain_s=drain_s
             ),
@@ -280,4 +305,5 @@ def demo(
 def main() -> None:
     # Ray starts processes while the gRPC server answers; gRPC's fork handlers would do nothing but complain.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    open_missing()
     app()

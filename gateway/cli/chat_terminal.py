@@ -21,9 +21,17 @@ from gateway.chat.messages import Message
 from gateway.cli.chat_options import ChatOptions
 from gateway.client import Client, client_of, error_info
 from gateway.server_address import ServerAddress
-from gateway.turns import ChatPrompt, TurnDelta, TurnFinished, TurnRequest, TurnStarted
+from gateway.turns import (
+    ChatPrompt,
+    TurnDelta,
+    TurnFinished,
+    TurnRecovering,
+    TurnRequest,
+    TurnStarted,
+)
 
 INTERRUPTED = 130
+_PAUSE = "\n(the ring lost a stage; going on shortly)"
 
 
 def talk(options: ChatOptions) -> int:
@@ -92,6 +100,8 @@ class _Conversation:
                         first_s = first_s if answer else time.monotonic()
                         answer.append(text)
                         self.console.print(text, end="", markup=False, soft_wrap=True)
+                    case TurnRecovering():
+                        self.console.print(_PAUSE, style="dim", markup=False)
                     case TurnFinished():
                         self._footer(event, first_s - asked_s, time.monotonic() - first_s)
 

@@ -117,6 +117,53 @@ KvDiskBytes = Annotated[
         show_default=f"{KV_DISK_BYTES // 2**30}G",
     ),
 ]
+Spares = Annotated[
+    int,
+    typer.Option(
+        "--spare",
+        envvar="RINGSERVE_SPARE",
+        metavar="N",
+        help="Loaded processes of each ring that wait to take a lost stage's place; each needs what a stage needs.",
+    ),
+]
+ReplyTimeoutS = Annotated[
+    float,
+    typer.Option(
+        envvar="RINGSERVE_REPLY_TIMEOUT_S",
+        help="Seconds without a reply, beyond what frames of its size take, until the ring is healed.",
+    ),
+]
+HealTimeoutS = Annotated[
+    float,
+    typer.Option(
+        envvar="RINGSERVE_HEAL_TIMEOUT_S",
+        help="Seconds that one attempt to heal a ring may take, its lost stages' loads with it.",
+    ),
+]
+HealAttempts = Annotated[
+    int,
+    typer.Option(
+        envvar="RINGSERVE_HEAL_ATTEMPTS", help="Attempts in a row until a ring is given up."
+    ),
+]
+ProbeS = Annotated[
+    float,
+    typer.Option(envvar="RINGSERVE_PROBE_S", help="Seconds between probes of a stage's process."),
+]
+ProbeTimeoutS = Annotated[
+    float,
+    typer.Option(
+        envvar="RINGSERVE_PROBE_TIMEOUT_S",
+        help="Seconds without an answer to a probe until the stage is replaced.",
+    ),
+]
+LoadTimeoutS = Annotated[
+    float,
+    typer.Option(
+        envvar="RINGSERVE_LOAD_TIMEOUT_S",
+        help="Seconds that a stage may load without any progress.",
+    ),
+]
 Host = Annotated[str, typer.Option(envvar="RINGSERVE_HOST", help="The address to listen on.")]
 HttpPort = Annotated[
     int,
@@ -211,7 +258,10 @@ TlsClientCa = Annotated[
 ]
 DrainS = Annotated[
     float,
-    typer.Option(envvar="RINGSERVE_DRAIN_S", help="Seconds that running turns get at the end."),
+    typer.Option(
+        envvar="RINGSERVE_DRAIN_S",
+        help="Seconds that running turns get at the end, and then rows that belong on --kv-disk.",
+    ),
 ]
 MetricsPrefix = Annotated[
     str,

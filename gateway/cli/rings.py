@@ -64,12 +64,15 @@ def _facts(ring: Any) -> dict[str, object]:
     return {
         "name": ring.name,
         "state": _state(ring),
+        "reason": "" if ring.ready else ring.reason,
         "lanes": ring.lanes,
         "busy_lanes": ring.busy_lanes,
         "running_jobs": ring.running_jobs,
         "waiting_jobs": ring.waiting_jobs,
         "sessions": ring.sessions,
         "epoch": ring.epoch,
+        "spares": ring.spares,
+        "replaced_stages": ring.replaced_stages,
         "host_rows": ring.host_rows,
         "stored_rows": ring.stored_rows,
         "pinned_rows": ring.pinned_rows,
@@ -85,7 +88,15 @@ def _facts(ring: Any) -> dict[str, object]:
 def _line(ring: Any) -> str:
     lanes = f"{ring.busy_lanes} of {ring.lanes} lanes busy"
     jobs = f"{ring.running_jobs} running, {ring.waiting_jobs} waiting"
-    parts = [f"{ring.name}: {_state(ring)}", lanes, jobs, f"{ring.sessions} sessions"]
+    state = _state(ring)
+    reason = f" ({ring.reason})" if state in ("recovering", "down") else ""
+    parts = [f"{ring.name}: {state}{reason}", lanes, jobs, f"{ring.sessions} sessions"]
+    if ring.epoch:
+        parts.append(f"epoch {ring.epoch}")
+    if ring.replaced_stages:
+        parts.append(f"{ring.replaced_stages} stages replaced")
+    if ring.spares:
+        parts.append(f"{ring.spares} spare")
     if ring.host_rows:
         parts.append(
             f"{ring.stored_rows} of {ring.host_rows} rows stored ({ring.pinned_rows} pinned)"
@@ -105,6 +116,11 @@ def _misses(ring: Any) -> dict[str, int]:
 
 
 def _state(ring: Any) -> str:
+    """RingStatus.state's words."""
     if ring.draining:
         return "draining"
-    return "ready" if ring.ready else ring.reason or "loading"
+    if ring.ready:
+        return "ready"
+    if ring.recovering:
+        return "recovering"
+    return "down" if ring.lanes else "loading"  # nothing is known of it before it has loaded

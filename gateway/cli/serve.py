@@ -19,6 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
+from gateway.cli.output import lasting_output
+from gateway.deadlines import deadlines_line
 from gateway.launch import Running, launch
 from gateway.observing.settings import LogFormat
 from gateway.progress import LineBoard, open_board
@@ -35,16 +37,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def serve_until_interrupted(settings: ServeSettings) -> int:
     """The exit code. Raises SetupError."""
-    try:
-        asyncio.run(_serve(settings))
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        Console(stderr=True).print("interrupted")
-        return INTERRUPTED
+    with lasting_output():
+        try:
+            asyncio.run(_serve(settings))
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            Console(stderr=True).print("interrupted")
+            return INTERRUPTED
     return 0
 
 
 async def _serve(settings: ServeSettings) -> None:
-    shown, told = Console(stderr=True), Console(soft_wrap=True)
+    shown, told = Console(stderr=True, soft_wrap=True), Console(soft_wrap=True)
     # Where every line is to be an object, what happens is logged.
     is_logged = settings.observe.log_format is LogFormat.JSON
     say = log.info if is_logged else partial(shown.print, markup=False, highlight=False)
@@ -56,6 +59,10 @@ async def _serve(settings: ServeSettings) -> None:
             if settings.is_readable_by_others:
                 say(_NO_TLS)
             told.print(ready_line(running, settings), markup=False, highlight=False)
+            if is_logged:
+                log.info("deadlines", extra={"fields": running.deadlines})
+            else:
+                say(deadlines_line(running.deadlines))
             await interrupts.asked()
             say(draining_line(running.service.open_turns))
         say("stopped")

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from coordinator.driver import RingStatus
+from coordinator.status import RingState, RingStatus
 from gateway.http.front import Front
 from gateway.http.openai.errors import OPENAI
 from gateway.observing.loading import LoadRecord
@@ -33,15 +33,16 @@ class Operators:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """503 until a ring has loaded all of its stages, with how far each is."""
+        """503 while no ring has all of its stages, with how far each is, or what it lost."""
         rings = self._front.service.rings()
         told = [self._ring(ring) for ring in rings] if self._front.knows(request) else []
         if self._front.draining.begun:
             return JSONResponse({"status": "draining", "rings": told}, 503, {"retry-after": "1"})
         if any(ring.ready for ring in rings):
             return JSONResponse({"status": "ready", "rings": told})
-        loads = any(ring.info is None for ring in rings)
-        status = "loading" if loads else "unavailable"
+        states = {ring.state for ring in rings}
+        waited = (state for state in (RingState.RECOVERING, RingState.LOADING) if state in states)
+        status = next((state.value for state in waited), "unavailable")
         return JSONResponse({"status": status, "rings": told}, 503, {"retry-after": "1"})
 
     def _ring(self, ring: RingStatus) -> dict[str, Any]:

@@ -20,7 +20,14 @@ from gateway.chat.parts import AnswerPart
 from gateway.errors import is_internal
 from gateway.http.draining import Draining
 from gateway.service import GenerationService
-from gateway.turns import TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
+from gateway.turns import (
+    TurnDelta,
+    TurnEvent,
+    TurnFinished,
+    TurnRecovering,
+    TurnRequest,
+    TurnStarted,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +35,8 @@ log = logging.getLogger(__name__)
 # were seen to lose patience from 5 on.
 KEEP_ALIVE_S = 4.0
 _KEEP_ALIVE = b": keep-alive\n\n"
+# At once, for whoever looks at the bytes. To a dialect's clients it is nothing: none of them knows such an event.
+_RECOVERING = b": recovering\n\n"
 # Seconds that a stream's headers wait for its first event, so that what is refused is refused with a status.
 _FIRST_EVENT_S = 2.0
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -156,7 +165,7 @@ class StreamWire(Protocol):
     """One streamed request in one dialect: what goes out for each event. Keeps what it needs to end well."""
 
     def said(self, told: Told) -> bytes:
-        """Server-sent events, or nothing."""
+        """Server-sent events, or nothing. It is not told of recoveries."""
         ...
 
     def silent(self) -> bytes:
@@ -220,7 +229,7 @@ async def _sent(
         try:
             silence = _Silence()
             async for told in _with_silence(coming, events, silence, request.state.draining):
-                sent = wire.silent() if told is None else wire.said(told)
+                sent = _bytes(told, wire)
                 if sent:
                     yield sent
                 if sent or told is None:
@@ -232,6 +241,12 @@ async def _sent(
             yield wire.failed(error, request_id)
             return
     yield wire.ended()
+
+
+def _bytes(told: Told | None, wire: StreamWire) -> bytes:
+    if told is None:
+        return wire.silent()
+    return _RECOVERING if isinstance(told.event, TurnRecovering) else wire.said(told)
 
 
 async def _either(

@@ -37,4 +37,6 @@ DECODE_S = "ringserve.decode_s"
 DRAFTED = "ringserve.drafted_tokens"
 ACCEPTED = "ringserve.accepted_tokens"
 
-FIRST_TOKEN = "ringserve.first_token"  # an event of the span
+# Events of the span
+FIRST_TOKEN = "ringserve.first_token"
+RECOVERING = "ringserve.recovering"

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 from coordinator.errors import InvalidSetting
 from gateway.observing import genai
 from gateway.observing.observers import ABORT, TurnWatch, outcome
-from gateway.turns import ChatPrompt, TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
+from gateway.turns import (
+    ChatPrompt,
+    TurnDelta,
+    TurnEvent,
+    TurnFinished,
+    TurnRecovering,
+    TurnRequest,
+    TurnStarted,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -146,6 +154,8 @@ class _TracedTurn:
                 self._tokens += len(event.token_ids)
             case TurnStarted():
                 self._span.set_attributes(_started(event))
+            case TurnRecovering():
+                self._span.add_event(genai.RECOVERING)
             case TurnFinished():
                 self._finished = event
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 
 from coordinator.requests import SessionId, Timings
 from gateway.observing.observers import TurnWatch, outcome
-from gateway.turns import TurnDelta, TurnEvent, TurnFinished, TurnRequest, TurnStarted
+from gateway.turns import (
+    TurnDelta,
+    TurnEvent,
+    TurnFinished,
+    TurnRecovering,
+    TurnRequest,
+    TurnStarted,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +40,7 @@ class TurnLine:
     decode_s: float | None = None
     drafted: int | None = None
     accepted: int | None = None
+    pauses: int | None = None  # while its ring healed
 
 
 class TurnLog:
@@ -55,6 +63,7 @@ class _LoggedTurn:
         self._finished: TurnFinished | None = None
         self._first_s: float | None = None
         self._tokens = 0
+        self._pauses = 0
 
     def told(self, event: TurnEvent, at_s: float) -> None:
         match event:
@@ -64,6 +73,8 @@ class _LoggedTurn:
                     self._first_s = at_s
             case TurnStarted():
                 self._started = event
+            case TurnRecovering():
+                self._pauses += 1
             case TurnFinished():
                 self._finished = event
 
@@ -80,6 +91,7 @@ class _LoggedTurn:
             total_s=_seconds(at_s - self._opened_s),
             generated_tokens=self._tokens,
             ttft_s=None if first_s is None else _seconds(first_s - self._opened_s),
+            pauses=self._pauses or None,
         )
         if self._started is not None:
             line = _with_start(line, self._started)

@@ -155,14 +155,16 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "delta", "finished")
+    __slots__ = ("started", "delta", "finished", "recovering")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     finished: Finished
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    recovering: Recovering
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., recovering: _Optional[_Union[Recovering, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("prompt_tokens", "cached_prefix", "miss", "ring", "lane", "seed")
@@ -225,6 +227,12 @@ class TopLogprob(_message.Message):
     token_id: int
     logprob: float
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class Recovering(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "stop_string", "stop_token_id", "usage", "timings")
@@ -321,7 +329,7 @@ class ListRingsResponse(_message.Message):
     def __init__(self, rings: _Optional[_Iterable[_Union[RingStatus, _Mapping]]] = ...) -> None: ...
 
 class RingStatus(_message.Message):
-    __slots__ = ("name", "ready", "reason", "epoch", "lanes", "busy_lanes", "waiting_jobs", "running_jobs", "sessions", "counts", "draining", "host_rows", "stored_rows", "pinned_rows")
+    __slots__ = ("name", "ready", "reason", "epoch", "lanes", "busy_lanes", "waiting_jobs", "running_jobs", "sessions", "counts", "draining", "host_rows", "stored_rows", "pinned_rows", "recovering", "spares", "replaced_stages")
     NAME_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +344,9 @@ class RingStatus(_message.Message):
     HOST_ROWS_FIELD_NUMBER: _ClassVar[int]
     STORED_ROWS_FIELD_NUMBER: _ClassVar[int]
     PINNED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
+    SPARES_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_STAGES_FIELD_NUMBER: _ClassVar[int]
     name: str
     ready: bool
     reason: str
@@ -350,7 +361,10 @@ class RingStatus(_message.Message):
     host_rows: int
     stored_rows: int
     pinned_rows: int
-    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., lanes: _Optional[int] = ..., busy_lanes: _Optional[int] = ..., waiting_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ..., sessions: _Optional[int] = ..., counts: _Optional[_Union[RingCounts, _Mapping]] = ..., draining: bool = ..., host_rows: _Optional[int] = ..., stored_rows: _Optional[int] = ..., pinned_rows: _Optional[int] = ...) -> None: ...
+    recovering: bool
+    spares: int
+    replaced_stages: int
+    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., reason: _Optional[str] = ..., epoch: _Optional[int] = ..., lanes: _Optional[int] = ..., busy_lanes: _Optional[int] = ..., waiting_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ..., sessions: _Optional[int] = ..., counts: _Optional[_Union[RingCounts, _Mapping]] = ..., draining: bool = ..., host_rows: _Optional[int] = ..., stored_rows: _Optional[int] = ..., pinned_rows: _Optional[int] = ..., recovering: bool = ..., spares: _Optional[int] = ..., replaced_stages: _Optional[int] = ...) -> None: ...
 
 class RingCounts(_message.Message):
     __slots__ = ("frames", "rows", "discarded_frames", "drafted", "accepted", "refusals", "prefilled_rows", "reused_rows", "stage_busy_s", "restored_rows", "ahead_rows", "misses")

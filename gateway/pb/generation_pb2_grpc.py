@@ -90,7 +90,8 @@ class GenerationServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one turn. The stream is: started, deltas, finished; or it ends early with an error status.
+        """Generates one turn. The stream is: started, deltas, finished; or it ends early with an error status. Wherever its
+        ring lost something, a recovering stands between them, or before them.
         Cancelling the call cancels the turn; its rows stay reusable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -27,6 +27,7 @@ from gateway.turns import (
     TurnDelta,
     TurnEvent,
     TurnFinished,
+    TurnRecovering,
     TurnRequest,
     TurnStarted,
 )
@@ -129,6 +130,8 @@ def turn_event(message: pb.GenerateResponse) -> TurnEvent | None:
             return _started(message.started)
         case "delta":
             return _delta(message.delta)
+        case "recovering":
+            return TurnRecovering(message.recovering.reason)
         case "finished":
             return _finished(message.finished)
     return None

@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 from coordinator.counts import RingCounts
-from coordinator.driver import RingStatus
 from coordinator.errors import InvalidValue
 from coordinator.frames import DIGEST_BYTES, NodeId
 from coordinator.requests import FinishReason, Miss, MissKind, RowLogprobs, SamplingSpec
 from coordinator.ring import RingInfo
 from coordinator.router import RingNode
+from coordinator.status import RingStatus
 from gateway.chat.messages import Message, Tool, ToolCall
 from gateway.limits import (
     LONGEST_TEMPLATE_ARGS,
@@ -42,6 +42,7 @@ from gateway.turns import (
     TurnDelta,
     TurnEvent,
     TurnFinished,
+    TurnRecovering,
     TurnRequest,
     TurnStarted,
 )
@@ -189,6 +190,8 @@ def response(event: TurnEvent) -> pb.GenerateResponse:
             return pb.GenerateResponse(started=_started(event))
         case TurnDelta():
             return pb.GenerateResponse(delta=_delta(event))
+        case TurnRecovering(reason):
+            return pb.GenerateResponse(recovering=pb.Recovering(reason=reason))
         case TurnFinished():
             return pb.GenerateResponse(finished=_finished(event))
 
@@ -276,6 +279,9 @@ def ring_status(status: RingStatus) -> pb.RingStatus:
         host_rows=0 if status.info is None else status.info.host_rows,
         stored_rows=status.stored_rows,
         pinned_rows=status.pinned_rows,
+        recovering=status.recovering,
+        spares=status.spares,
+        replaced_stages=status.replaced,
     )
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from coordinator.frames import NodeId
 from coordinator.nodes import Node
 from stage.kv.kept import DiskShelf, KeptNode, KeptNodes
+from stage.kv.mirror import Key, Record
+from stage.kv.outbox import Mirrored
 from stage.kv.states import LaneStates, SavedState
 
 # What a stage without recurrent layers says that it has room for.
@@ -31,10 +33,18 @@ Layout = Sequence[tuple[tuple[int, ...], torch.dtype]]
 class Checkpoints:
     """One thread calls it, that of the stage's frames."""
 
-    def __init__(self, states: LaneStates, budget: int, disk: DiskShelf | None = None) -> None:
+    def __init__(
+        self,
+        states: LaneStates,
+        budget: int,
+        disk: DiskShelf | None = None,
+        mirrored: Mirrored | None = None,
+    ) -> None:
         self._states = states
         self._disk = disk
-        self._saved = KeptNodes(budget, disk, lambda node: _empty(states.layout(node.end)))
+        self._saved = KeptNodes(
+            budget, disk, lambda node: _empty(states.layout(node.end)), mirrored
+        )
         self._fetched: dict[NodeId, KeptNode] = {}  # what the frame in work loads
 
     def __len__(self) -> int:
@@ -96,6 +106,18 @@ class Checkpoints:
 
     def drop(self, nodes: Iterable[NodeId]) -> None:
         self._saved.drop(nodes)
+
+    def forget(self, nodes: Iterable[NodeId]) -> None:
+        """As drop, but for what lies on disk."""
+        self._saved.forget(nodes)
+
+    def lacks(self, key: Key) -> bool:
+        """Whether it could be taken back."""
+        return self._saved.lacks(key)
+
+    def take_back(self, record: Record) -> Node | None:
+        """Keeps a state that the neighbour kept, if it is what a stage like this one kept and there is room."""
+        return self._saved.take_back(record)
 
     def take_gone(self) -> tuple[NodeId, ...]:
         """Those that have been given up since this was asked last."""

@@ -16,7 +16,9 @@ from torch import Tensor
 from coordinator.frames import NodeId
 from coordinator.nodes import Node
 from stage.kv.disk import DiskTier
+from stage.kv.mirror import Key, Record
 from stage.kv.node_file import FileKind
+from stage.kv.outbox import Mirrored
 
 # Nodes that are offered to the disk again when memory is full and none of the oldest is there.
 _OFFERED = 8
@@ -66,15 +68,21 @@ class DiskShelf:
 class KeptNodes:
     """One thread calls it, that of the stage's frames. Iterates over the nodes whose bytes lie in memory.
 
-    `empty` makes room for a node's bytes as they come from disk."""
+    `empty` makes room for a node's bytes as they come from disk. `mirrored`: what lies in memory lies in a neighbour's,
+    too."""
 
     def __init__(
-        self, budget: int, disk: DiskShelf | None, empty: Callable[[Node], Tensor]
+        self,
+        budget: int,
+        disk: DiskShelf | None,
+        empty: Callable[[Node], Tensor],
+        mirrored: Mirrored | None = None,
     ) -> None:
         self.budget = budget
         self.nbytes = 0
         self._disk = disk
         self._empty = empty
+        self._mirrored = mirrored
         self._kept: OrderedDict[NodeId, KeptNode] = OrderedDict()  # used longest ago first
         self._gone: list[NodeId] = []
 
@@ -113,11 +121,35 @@ class KeptNodes:
             self._disk.write(kept)
         return True
 
+    def lacks(self, key: Key) -> bool:
+        """Whether it would be kept here, and is not."""
+        id_, holds = key
+        mine = self._mirrored is not None and holds == self._mirrored.kind.holds
+        return mine and id_ not in self
+
+    def take_back(self, record: Record) -> Node | None:
+        """Keeps what the neighbour kept; None: there is no room for it, or it is not what was kept here."""
+        if self._mirrored is None or not self.lacks(record.key):
+            return None
+        found = self._mirrored.read(record, self._empty)
+        if found is None or not self._make_room(found[1].nbytes):
+            return None
+        kept = KeptNode(*found)
+        self._put(kept)
+        if self._disk is not None:
+            self._disk.write(kept)
+        return kept.node
+
     def drop(self, ids: Iterable[NodeId]) -> None:
         for id_ in ids:
             self._forget(id_)
             if self._disk is not None:
                 self._disk.drop(id_)
+
+    def forget(self, ids: Iterable[NodeId]) -> None:
+        """Gives their memory up; what lies on disk may be found again."""
+        for id_ in ids:
+            self._forget(id_)
 
     def take_gone(self) -> tuple[NodeId, ...]:
         """Nodes whose bytes have been given up since this was asked last."""
@@ -134,11 +166,15 @@ class KeptNodes:
         self._forget(kept.node.id)
         self._kept[kept.node.id] = kept
         self.nbytes += kept.data.nbytes
+        if self._mirrored is not None:
+            self._mirrored.kept(kept.node, kept.data)
 
     def _forget(self, id_: NodeId) -> None:
         kept = self._kept.pop(id_, None)
         if kept is not None:
             self.nbytes -= kept.data.nbytes
+            if self._mirrored is not None:
+                self._mirrored.gone(id_)
 
     def _make_room(self, size: int) -> bool:
         if size > self.budget:

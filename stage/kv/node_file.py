@@ -1,12 +1,13 @@
 """The file of one chain node: a header that says whose bytes these are, then its rows or the state at its end.
 
-Decides the byte layout and what counts as whole. A reader believes nothing: header and payload have checksums, the
-node's id is computed again from its tokens, and what is of another model, dtype, stage or way of computing is foreign.
-It raises for whatever is wrong; what becomes of that is for disk.py to say.
+Decides the byte layout, which is also that of a neighbour's copy, and what counts as whole. A reader believes nothing:
+header and payload have checksums, the node's id is computed again from its tokens, and what is of another model, dtype,
+stage or way of computing is foreign. It raises for whatever is wrong; what becomes of that is for its caller to say.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import struct
@@ -32,6 +33,10 @@ _LONGEST_HEADER = 1 << 24
 
 _SUFFIX = re.compile(r"\.(\d{1,6})-(\d{1,6})\.[a-z]+")
 
+Buffer = bytes | bytearray | memoryview
+
+ROWS, STATE = "kv", "state"  # what may be kept of a node
+
 PARTIAL = ".part"  # behind the name of a file that is being written
 
 
@@ -53,7 +58,7 @@ class FileKind:
     dtype: str
     shapes: tuple[tuple[int, ...], ...]  # of each layer: heads, key and value of one head
     recipe: str  # what computed them: versions, kind of processor, numerics
-    holds: str = "kv"
+    holds: str = ROWS
 
     @property
     def suffix(self) -> str:
@@ -90,16 +95,30 @@ def file_bytes(node: Node, payload_bytes: int, kind: FileKind) -> int:
     return _PREFIX.size + len(head) + payload_bytes
 
 
+def packed(node: Node, data: Tensor, kind: FileKind) -> tuple[bytes, memoryview]:
+    """What is in front of the payload, and the payload: a view, so nobody may write to `data` any more."""
+    payload = bytes_of(data)
+    head = _header(node, len(payload), _digest(payload), kind)
+    return _PREFIX.pack(_MAGIC, _VERSION, len(head), _digest(head)) + head, payload
+
+
+def unpacked(head: Buffer, payload: Buffer, kind: FileKind) -> Node:
+    """The node, of which `payload` is what was packed. Raises Damaged and Foreign."""
+    file = io.BytesIO(head)
+    header = _read_header(file, kind)
+    if file.read(1) or header.payload_bytes != len(payload):
+        raise Damaged("it has another length than it says")
+    if _digest(payload) != header.payload_digest:
+        raise Damaged("its payload is not the one that was packed")
+    return _node(header)
+
+
 def write_node(path: Path, node: Node, data: Tensor, kind: FileKind) -> None:
     """Writes beside `path` and renames: the file is there whole or not at all. Raises OSError."""
-    payload = _bytes_of(data)
-    head = _header(node, len(payload), _digest(payload), kind)
     partial = path.with_name(path.name + PARTIAL)
     try:
         with partial.open("wb") as file:
-            file.write(_PREFIX.pack(_MAGIC, _VERSION, len(head), _digest(head)))
-            file.write(head)
-            file.write(payload)
+            file.writelines(packed(node, data, kind))
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -117,7 +136,7 @@ def read_head(path: Path, kind: FileKind) -> Node:
 
 def read_node(path: Path, kind: FileKind, into: Tensor) -> Node:
     """Fills `into`, whose size must be the payload's. Raises OSError, Damaged and Foreign."""
-    payload = _bytes_of(into)
+    payload = bytes_of(into)
     with path.open("rb") as file:
         header = _read_header(file, kind)
         if header.payload_bytes != len(payload) or file.readinto(payload) != len(payload):
@@ -142,7 +161,7 @@ def _read_header(file: BinaryIO, kind: FileKind) -> _Header:
     if (magic, version) != (_MAGIC, _VERSION):
         raise Foreign("it is of another kind or version")
     raw = file.read(length) if length <= _LONGEST_HEADER else b""
-    if _digest(raw) != digest:
+    if len(raw) != length or _digest(raw) != digest:
         raise Damaged("its header is not the one that was written")
     try:
         header = _DECODER.decode(raw)
@@ -162,11 +181,12 @@ def _node(header: _Header) -> Node:
     return node
 
 
-def _digest(data: bytes | memoryview) -> bytes:
+def _digest(data: Buffer) -> bytes:
     return blake3(data).digest(length=_DIGEST_BYTES)
 
 
-def _bytes_of(data: Tensor) -> memoryview:
+def bytes_of(data: Tensor) -> memoryview:
+    """A view of a tensor in host memory."""
     if not data.numel():
         return memoryview(bytearray())
     return memoryview(data.view(torch.uint8).numpy()).cast("B")

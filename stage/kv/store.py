@@ -15,6 +15,8 @@ from torch import Tensor
 from coordinator.frames import NodeId
 from coordinator.nodes import Node
 from stage.kv.kept import DiskShelf, KeptNode, KeptNodes
+from stage.kv.mirror import Key, Record
+from stage.kv.outbox import Mirrored
 from stage.kv.records import RowRecords
 
 # Of pinned memory through which rows go to a device: as much as a bus moves in 10 ms, enough for one transfer of
@@ -29,10 +31,16 @@ _ROW_OVERHEAD = 16
 class HostStore:
     """One thread calls it, that of the stage's frames."""
 
-    def __init__(self, records: RowRecords, budget: int, disk: DiskShelf | None = None) -> None:
+    def __init__(
+        self,
+        records: RowRecords,
+        budget: int,
+        disk: DiskShelf | None = None,
+        mirrored: Mirrored | None = None,
+    ) -> None:
         self._records = records
         self._disk = disk
-        self._kept = KeptNodes(budget, disk, lambda node: records.empty(node.rows))
+        self._kept = KeptNodes(budget, disk, lambda node: records.empty(node.rows), mirrored)
         self._fetched: dict[NodeId, KeptNode] = {}  # what the frame in work loads
         self._staging: Tensor | None = None
 
@@ -110,6 +118,18 @@ class HostStore:
 
     def drop(self, ids: Iterable[NodeId]) -> None:
         self._kept.drop(ids)
+
+    def forget(self, ids: Iterable[NodeId]) -> None:
+        """As drop, but for what lies on disk."""
+        self._kept.forget(ids)
+
+    def lacks(self, key: Key) -> bool:
+        """Whether it could be taken back."""
+        return self._kept.lacks(key)
+
+    def take_back(self, record: Record) -> Node | None:
+        """Keeps rows that the neighbour kept, if they are what a stage like this one kept and there is room."""
+        return self._kept.take_back(record)
 
     def take_gone(self) -> tuple[NodeId, ...]:
         """Nodes that have been given up since this was asked last."""

@@ -47,7 +47,7 @@ async def test_nodes_stored_just_before_a_stop_are_there_at_the_next_start(
     make_ring: Callable[[], Ring],
 ) -> None:
     async with started(make_ring()) as hand:
-        assert hand.info.stored == ()
+        assert hand.info.held.nodes == ()
         prompt = texts.novel(ROWS + 4, 1, hand.info.vocab_size)
         cold = (await hand.turn(A, prompt, 4)).tokens
         root = root_of(hand.info.model_fingerprint)
@@ -55,7 +55,7 @@ async def test_nodes_stored_just_before_a_stop_are_there_at_the_next_start(
         frame = replace(hand.frame(), after=(StoreNodes(LaneId(A), (span,)),))
         assert (await hand.reply_to(hand.submit(frame))).lost == ()
     async with started(make_ring()) as hand:
-        (node,) = hand.info.stored
+        (node,) = hand.info.held.nodes
         assert (node.id, tuple(node.tokens)) == (span.node, prompt[:ROWS])
         hand.ledger.nodes.add(node)
         op = LoadNodes(LaneId(B), 0, ROWS, (node.id,))

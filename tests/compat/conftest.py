@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
 
+    from fakering.faults import FaultScript
+
 MAX_ROWS = 2048
 _STRICT: Any = {"api_key": "none", "max_retries": 0, "_strict_response_validation": True}
 
@@ -46,6 +48,7 @@ class Site:
     client: Client
     stub: Any
     driver: RingDriver
+    ring: FakeRing
     service: GenerationService
     channel: Any
 
@@ -62,12 +65,13 @@ async def _site(
     host_rows: int = 0,
     says: Mapping[str, str] | None = None,
     tokenizer: ByteTokenizer | None = None,
+    faults: FaultScript = (),
+    kind: type[FakeRing] = FakeRing,
 ) -> AsyncIterator[Site]:
     language = _language(None if endless else END, says or {})
     clock = SystemClock()
-    ring = FakeRing(
-        2, 4, MAX_ROWS, vocab_size=258, language=language, step_s=step_s, host_rows=host_rows
-    )
+    sizes: Any = {"vocab_size": 258, "step_s": step_s, "host_rows": host_rows}
+    ring = kind(2, 4, MAX_ROWS, language=language, faults=faults, **sizes)
     driver = RingDriver("ring-0", ring, SchedulerSettings(queue_limit=queue_limit), clock)
     router = Router([driver], session_limit=64)
     tokens = tokenizer or ByteTokenizer()
@@ -86,7 +90,7 @@ async def _site(
             ) as channel,
         ):
             stub = GenerationServiceStub(channel)
-            yield Site(address, client, stub, driver, service, channel)
+            yield Site(address, client, stub, driver, ring, service, channel)
     finally:
         await driver.stop()
 
@@ -101,7 +105,7 @@ def _language(end: int | None, says: Mapping[str, str]) -> FakeModel:
 @pytest.fixture
 def site() -> Callable[..., AbstractAsyncContextManager[Site]]:
     """Makes a site; `endless`: answers that never end by themselves, `step_s`: seconds a frame takes, `says`: what is
-    answered to a prompt in which a text stands.
+    answered to a prompt in which a text stands, `faults` and `kind`: of its ring.
     """
     return _site
 

@@ -287,7 +287,7 @@ async def test_a_killed_server_restores_what_it_says_that_it_restores(
     assert killed.rows == len(FIRST) + COUNT - 1
     there = killed.rows if damage == "nothing" else 2 * NODE
     async with keeping(tiny_model, SPLIT, PLENTY, disk) as it:
-        said = sum(node.rows for node in it.info.stored)
+        said = sum(node.rows for node in it.info.held.nodes)
         assert said == it.driver.status().stored_rows == (there if is_seen else killed.rows)
         got = await answer(it.driver, killed.prompt, "s")
         counts = it.driver.status().counts

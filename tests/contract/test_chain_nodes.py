@@ -108,7 +108,7 @@ async def lose(hand: Hand, nodes: tuple[NodeId, ...]) -> None:
 
 async def test_a_ring_says_how_many_rows_it_keeps(hand: Hand) -> None:
     assert hand.info.host_rows > LENGTH
-    assert hand.info.stored == ()
+    assert hand.info.held.nodes == ()
 
 
 @pytest.mark.parametrize("end", [1, 15, 16, 17, 32, 40])

@@ -225,12 +225,17 @@ async def test_a_frame_of_an_older_epoch_is_stale(hand: Hand) -> None:
     await assert_heals(hand)
 
 
-async def test_a_new_epoch_voids_every_row(hand: Hand) -> None:
+async def test_a_new_epoch_keeps_the_rows_that_every_stage_holds(hand: Hand) -> None:
     await started(hand)
+    held = hand.ledger.holding()
     await hand.open_epoch(Epoch(hand.ledger.epoch + 1))
-    opening = hand.open(A, hand.new_job(), novel(hand), 1)
-    await refused(hand, RefusalCode.KV_GAP, (opening,))
-    await assert_heals(hand)
+    assert hand.ledger.holding().lanes == held.lanes
+    prompt = (*novel(hand), 1, 2)
+    warm = await hand.turn(A, prompt, COUNT, cached_prefix=FIRST)
+    assert warm.prefilled == 2
+    assert warm.tokens == (await hand.turn(COLD, prompt, COUNT)).tokens
+    opening = hand.open(B, hand.new_job(), novel(hand), hand.ledger.valid_rows(LaneId(B)) + 1)
+    await refused(hand, RefusalCode.KV_GAP, (opening,), lane=B)
 
 
 async def test_replies_come_in_order_and_a_cancelled_wait_loses_none(hand: Hand) -> None:

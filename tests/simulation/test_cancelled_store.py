@@ -262,7 +262,7 @@ class World:
         assert status.ready
         assert (status.busy_lanes, status.running_jobs, status.waiting_jobs) == (0, 0, 0)
         assert self.driver.idle
-        assert (core._in_flight, core._queue._lines, core.retention._tickets) == ({}, {}, {})
+        assert (core._flight._frames, core._queue._lines, core.retention._tickets) == ({}, {}, {})
         assert all(entry.published for entry in self.index._entries.values())
         assert self.clock.next_due() is None
         busy = {task for task in asyncio.all_tasks() if not task.done()}

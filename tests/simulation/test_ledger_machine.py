@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coordinator.applied import Applied, Standing
 from coordinator.frames import (
     CopyRows,
     Epoch,
@@ -24,7 +25,7 @@ from coordinator.frames import (
     SegmentKind,
     Seq,
 )
-from coordinator.ledger import Applied, Ledger, Standing
+from coordinator.ledger import Ledger
 from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
 

@@ -1,8 +1,8 @@
 """Chain nodes over several replicas: whatever is stored, lost, dropped and loaded, a lane's rows are its tokens'.
 
-A coordinator's replica and three stages, frames on their way between them. The stages here keep rows that know what
-they were computed from; one stage loses nodes. The coordinator is bolder than the real one: it loads what is not
-published, skips nodes, and claims what is not so. Nothing may be served from that but right rows.
+A coordinator's replica and three stages, with frames between them. The stages here keep rows that know what they were
+computed from; one stage loses nodes. The coordinator is bolder than the real one: it loads what is not published, skips
+nodes, and claims what is not so. Nothing may be served from that but right rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from coordinator.applied import Applied, Standing
 from coordinator.frames import (
     CopyRows,
     DropNodes,
@@ -42,7 +43,7 @@ from coordinator.frames import (
     SegmentKind,
     StoreNodes,
 )
-from coordinator.ledger import Applied, Ledger, Standing
+from coordinator.ledger import Ledger
 from coordinator.nodes import Node, NodeTable, node_id, root_of
 from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY

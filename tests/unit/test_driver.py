@@ -15,15 +15,20 @@ from coordinator.errors import (
     BrokenInvariant,
     Cancelled,
     DeadlineExceeded,
+    RingLost,
     RingserveError,
     RingUnavailable,
     StageLost,
 )
+from coordinator.frames import Epoch
+from coordinator.held import Holding
 from coordinator.requests import (
     Finished,
     FinishReason,
+    JobEvent,
     Miss,
     MissKind,
+    Recovering,
     Request,
     SessionId,
     Started,
@@ -38,11 +43,25 @@ from fakering.ring import FakeRing
 _PROMPT = tuple(range(1, 40))
 
 
+class _Unhealable(FakeRing):
+    """Whose lost stages nobody replaces."""
+
+    tried = 0
+
+    async def open_epoch(self, epoch: Epoch) -> Holding:
+        self.tried += 1
+        raise RingLost(1, "no room for it")
+
+
 @asynccontextmanager
 async def _driver(
-    clock: VirtualClock, *faults: Fault, name: str = "ring-0", lanes: int = 2
+    clock: VirtualClock,
+    *faults: Fault,
+    name: str = "ring-0",
+    lanes: int = 2,
+    kind: type[FakeRing] = FakeRing,
 ) -> AsyncIterator[RingDriver]:
-    ring = FakeRing(2, lanes, 256, vocab_size=90, faults=faults, clock=clock, step_s=0.1)
+    ring = kind(2, lanes, 256, vocab_size=90, faults=faults, clock=clock, step_s=0.1)
     driver = RingDriver(name, ring, SchedulerSettings(reply_timeout_s=5.0), clock)
     await driver.start(lambda progress: None)
     try:
@@ -156,15 +175,60 @@ async def test_200_cancelled_streams_leave_nothing_behind() -> None:
         assert asyncio.all_tasks() == tasks
 
 
-async def test_a_lost_stage_fails_the_jobs_and_says_so() -> None:
+@pytest.mark.parametrize("nth", range(8))
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_lost_stage_costs_a_pause_and_no_token(stage: int, nth: int) -> None:
     clock = VirtualClock()
-    async with _driver(clock, Lose(stage=1, nth=3)) as driver:
+    async with _driver(clock, Lose(stage, nth)) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=12))
+        events = await clock.drive(_listed(stream))
+        assert (driver.status().epoch, driver.status().ready) == (1, True)
+    tokens = [t for event in events if isinstance(event, TokenDelta) for t in event.tokens]
+    assert tuple(tokens) == _oracle(_PROMPT, 12)
+    told = [event for event in events if isinstance(event, Recovering)]
+    assert told == [Recovering(f"stage {stage}: died (scripted)")]
+    assert sum(isinstance(event, Started) for event in events) == 1
+
+
+async def _listed(stream: JobStream) -> list[JobEvent]:
+    return [event async for event in stream]
+
+
+async def test_a_ring_that_does_not_heal_is_given_up_after_a_while() -> None:
+    clock = VirtualClock()
+    async with _driver(clock, Lose(stage=1, nth=3), kind=_Unhealable) as driver:
         stream = driver.submit(Request(_PROMPT, max_new_tokens=50))
-        with pytest.raises(StageLost, match="stage 1"):
+        waiting = driver.submit(Request(_PROMPT, max_new_tokens=50))
+        reading = asyncio.ensure_future(_read(waiting))
+        with pytest.raises(StageLost, match="stage 1: no room for it"):
             await clock.drive(_read(stream))
+        with pytest.raises(StageLost, match="stage 1: no room for it"):
+            await reading
+        assert clock.now() >= 0.5 + 1 + 2 + 4
+        assert driver._ring.tried == 5  # type: ignore[attr-defined]
         assert not driver.status().ready
+        assert "no room for it" in driver.status().reason
         with pytest.raises(RingUnavailable):
             driver.submit(Request(_PROMPT))
+
+
+async def test_a_turn_that_comes_while_the_ring_heals_waits_for_it() -> None:
+    clock, healed = VirtualClock(), asyncio.Event()
+
+    class Slow(FakeRing):
+        async def open_epoch(self, epoch: Epoch) -> Holding:
+            await healed.wait()
+            return await super().open_epoch(epoch)
+
+    async with _driver(clock, Lose(stage=1, nth=3), kind=Slow) as driver:
+        first = driver.submit(Request(_PROMPT, max_new_tokens=20))
+        while not driver.status().recovering:
+            await clock.drive(anext(first))
+        assert not driver.status().ready
+        second = driver.submit(Request(_PROMPT, max_new_tokens=7))
+        healed.set()
+        tokens, _ = await clock.drive(_read(second))
+    assert tuple(tokens) == _oracle(_PROMPT, 7)
 
 
 async def test_a_stage_that_hangs_costs_an_epoch_and_no_token() -> None:
@@ -235,11 +299,11 @@ async def test_closing_a_session_ends_its_stream() -> None:
 
 async def test_without_a_ring_the_router_says_why() -> None:
     clock = VirtualClock()
-    async with _driver(clock, Lose(stage=0, nth=0)) as driver:
+    async with _driver(clock, Lose(stage=0, nth=0), kind=_Unhealable) as driver:
         router = Router([driver], session_limit=10)
         with pytest.raises(RingserveError):
             await clock.drive(_read(router.submit(Request(_PROMPT))))
-        with pytest.raises(RingUnavailable, match="stage 0"):
+        with pytest.raises(RingUnavailable, match="stage 1: no room"):
             router.submit(Request(_PROMPT))
 
 

@@ -158,6 +158,6 @@ async def test_a_ring_that_starts_again_has_no_nodes() -> None:
     await store(hand)
     await hand.ring.stop()
     info = await hand.ring.start(lambda progress: None)
-    assert (info.host_rows, info.stored) == (100, ())
+    assert (info.host_rows, info.held.nodes) == (100, ())
     hand = Hand(hand.ring, info, reply_timeout_s=1.0)
     assert (await refused_load(hand)).lost == ids(hand)

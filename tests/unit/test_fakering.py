@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -255,22 +256,36 @@ def test_a_new_epoch_drops_what_is_on_its_way_and_ends_a_stall() -> None:
     assert (reply.epoch, reply.refusals) == (1, ())
 
 
-def test_a_lost_stage_loses_the_ring_until_it_is_rebuilt() -> None:
+def test_a_lost_stage_loses_the_ring_until_an_epoch_opens() -> None:
     network = Network(2, 1, 64, MODEL, (Lose(1, nth=1),))
     first, second = frames_of(2)
     network.send(first, 0.0)
     assert seqs(network, 0.0) == [(0, False)]
     network.send(second, 0.0)
-    (lost,) = network.advance(0.0)
-    assert isinstance(lost, RingLost)
-    assert lost.stage == 1
+    assert [(lost.stage, type(lost)) for lost in network.advance(0.0)] == [(1, RingLost)]
     with pytest.raises(RingLost):
         network.send(second, 0.0)
-    with pytest.raises(RingLost):
-        network.open_epoch(Epoch(1))
-    network.rebuild()
-    network.send(first, 0.0)
+    survivor = network.stages[0]
+    held = network.open_epoch(Epoch(1))
+    assert (network.stages[0] is survivor, network.replaced) == (True, 1)
+    assert [len(lane.tokens) for lane in held.lanes] == [0]
+    assert [stage.ledger.valid_rows(LaneId(0)) for stage in network.stages] == [0, 0]
+    network.send(replace(first, epoch=Epoch(1)), 0.0)
     assert seqs(network, 0.0) == [(0, False)]
+
+
+def test_what_all_stages_hold_outlives_an_epoch() -> None:
+    """The second frame never reaches the second stage."""
+    network = Network(2, 1, 64, MODEL, (Drop(1, nth=1),))
+    first, second = frames_of(2)
+    network.send(first, 0.0)
+    network.send(second, 0.0)
+    network.advance(0.0)
+    rows = [stage.ledger.valid_rows(LaneId(0)) for stage in network.stages]
+    assert rows[0] > rows[1] > 0
+    held = network.open_epoch(Epoch(1))
+    assert [len(lane.tokens) for lane in held.lanes] == [rows[1]]
+    assert [stage.ledger.holding().lanes for stage in network.stages] == [held.lanes] * 2
 
 
 def test_the_same_seed_gives_the_same_script() -> None:
@@ -284,7 +299,7 @@ def test_the_same_seed_gives_the_same_script() -> None:
 # The port
 
 
-async def test_a_lost_ring_says_so_until_it_is_stopped_and_started() -> None:
+async def test_a_lost_ring_says_so_until_an_epoch_opens() -> None:
     hand = await start(2, faults=(Lose(1, nth=0),))
     waiting = asyncio.ensure_future(hand.ring.next_reply())
     await asyncio.sleep(0)
@@ -292,14 +307,17 @@ async def test_a_lost_ring_says_so_until_it_is_stopped_and_started() -> None:
     with pytest.raises(RingLost, match="stage 1: died"):
         await waiting
     assert not hand.ring.health().ready
-    for call in (hand.ring.next_reply, lambda: hand.ring.open_epoch(Epoch(1))):
-        with pytest.raises(RingLost):
-            await call()
+    with pytest.raises(RingLost):
+        await hand.ring.next_reply()
     with pytest.raises(RingLost):
         hand.ring.submit(hand.frame())
-    await hand.ring.stop()
-    await hand.ring.start(lambda progress: None)
+    await hand.open_epoch(Epoch(1))
     assert hand.ring.health().ready
+    assert (await hand.turn(0, PROMPT, 3)).tokens == MODEL.oracle(PROMPT, 3)
+    await hand.ring.stop()
+    with pytest.raises(RingLost, match="stopped"):
+        await hand.open_epoch(Epoch(2))
+    await hand.ring.start(lambda progress: None)
     await hand.open_epoch(Epoch(1))
     assert (await hand.turn(0, PROMPT, 3)).tokens == MODEL.oracle(PROMPT, 3)
 

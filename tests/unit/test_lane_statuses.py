@@ -48,8 +48,12 @@ def test_a_job_that_starts_over_has_reused_what_it_started_from() -> None:
     table.reopened(LaneId(0), 10)
     ledger.valid[0] = 50
     assert told(table)[0].reused_rows == 10
-    table.clear()
-    assert told(table)[0].reused_rows == 0
+    table.vacate()
+    assert table.forget_empty() == [0]
+    assert (told(table)[0].session, told(table)[0].state) == (S, LaneState.RESTING)
+    ledger.valid[0] = 0
+    assert table.forget_empty() == []
+    assert (told(table)[0].session, told(table)[0].reused_rows) == (None, 0)
 
 
 def test_of_too_many_lanes_those_used_last_are_told_in_their_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.applied import Applied, Standing
 from coordinator.frames import (
     CopyRows,
     Epoch,
@@ -17,7 +18,7 @@ from coordinator.frames import (
     SegmentKind,
     Seq,
 )
-from coordinator.ledger import Applied, Ledger, Standing
+from coordinator.ledger import Ledger
 from coordinator.prefixes import common_prefix, digest_of
 from coordinator.requests import GREEDY
 

@@ -98,7 +98,7 @@ async def test_exact_numerics_are_had_or_the_ring_does_not_start(
     await ring.stop()
 
 
-async def test_an_error_in_computing_loses_the_ring_until_it_is_started_again(
+async def test_an_error_in_computing_costs_the_stage_and_no_other(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = stage_threads()
@@ -116,12 +116,39 @@ async def test_an_error_in_computing_loses_the_ring_until_it_is_started_again(
     assert not ring.health().ready
     with pytest.raises(RingLost):
         ring.submit(frame)
-    with pytest.raises(RingLost):
-        await ring.open_epoch(Epoch(1))
+    stages = list(ring._stages)
+    held = await ring.open_epoch(Epoch(1))
+    assert all(len(lane.tokens) == 0 for lane in held.lanes)
+    assert [old is new for old, new in zip(stages, ring._stages, strict=True)] == [False, True]
+    ring.submit(replace(frame, epoch=Epoch(1)))
+    assert (await ring.next_reply()).refusals == ()
+    held = await ring.open_epoch(Epoch(2))
+    assert [len(lane.tokens) for lane in held.lanes][0] == 3
     await ring.stop()
     assert stage_threads() == before
+
+
+async def test_a_stage_that_cannot_be_rebuilt_may_be_later(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    ring = LocalRing(config(folder))
     await ring.start(lambda _: None)
-    ring.submit(frame)
+    opening = OpenLane(LaneId(0), JobId(1), 0, digest_of(()))
+    segment = Segment(LaneId(0), JobId(1), 0, (5, 17, 101), SegmentKind.PREFILL, GREEDY, 3)
+    frame = Frame(Epoch(0), Seq(0), (opening,), (segment,))
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelSlice, "forward", lambda *_: 1 / 0)
+        ring.submit(frame)
+        with pytest.raises(RingLost):
+            await ring.next_reply()
+    away = folder.rename(tmp_path / "away")
+    with pytest.raises(RingLost, match="stage 0: could not be replaced"):
+        await ring.open_epoch(Epoch(1))
+    assert not ring.health().ready
+    away.rename(folder)
+    await ring.open_epoch(Epoch(2))
+    ring.submit(replace(frame, epoch=Epoch(2)))
     assert (await ring.next_reply()).refusals == ()
     await ring.stop()
 

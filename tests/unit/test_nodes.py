@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.applied import Applied, Standing
 from coordinator.frames import (
     DropNodes,
     Epoch,
@@ -25,7 +26,7 @@ from coordinator.frames import (
     Seq,
     StoreNodes,
 )
-from coordinator.ledger import Applied, Ledger, Standing
+from coordinator.ledger import Ledger
 from coordinator.nodes import NodeTable, node_id, root_of
 from coordinator.prefixes import digest_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.errors import ClusterTooSmall
 from stage.config import RingConfig
-from stage.placement import along_nodes, share_of
+from stage.placement import along_nodes, for_stages, next_spare, share_of
 
 CONFIG = RingConfig(Path("m"), "m", ((0, 1), (1, 2)), cpu_share=0.5)
 ON_GPUS = share_of(replace(CONFIG, device="cuda"))
@@ -44,6 +44,15 @@ def test_each_stage_gets_a_node_when_that_is_asked_for_and_can_be(
     assert share_of(CONFIG).strategy(spread, nodes) == strategy
 
 
+def test_spares_are_asked_for_too_and_may_share_a_node_where_stages_need_not() -> None:
+    share = share_of(replace(CONFIG, spares=1))
+    with pytest.raises(ClusterTooSmall, match=r"wanted 1\.5 CPU \(2 stages and 1 spare with 0\.5"):
+        share.check({"CPU": 1.0})
+    assert share.strategy(True, [BIG, BIG, BIG]) == "STRICT_SPREAD"
+    assert share.strategy(True, [BIG, BIG]) == "SPREAD"
+    assert share.strategy(True, [BIG]) == "PACK"
+
+
 def test_a_node_without_a_gpu_takes_no_stage_of_a_ring_on_gpus() -> None:
     assert ON_GPUS.strategy(True, [GPU, BIG]) == "PACK"
     assert ON_GPUS.strategy(True, [GPU, GPU]) == "STRICT_SPREAD"
@@ -53,3 +62,29 @@ def test_stages_of_one_node_follow_each_other_and_our_own_node_comes_first() -> 
     order = along_nodes(["b", "a", "here", "a", "b"], "here")
     assert [["b", "a", "here", "a", "b"][place] for place in order] == ["here", "a", "a", "b", "b"]
     assert sorted(order) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spread", "chosen"),
+    [
+        (["a", "here", "here"], False, [1, 2]),
+        (["a", "here", "here"], True, [1, 0]),
+        (["b", "b", "a", "a"], False, [2, 3]),
+        (["b", "b", "a", "a"], True, [2, 0]),
+        (["here", "here", "here"], True, [0, 1]),
+    ],
+)
+def test_stages_get_the_nearest_places_or_one_on_each_node_and_spares_the_others(
+    nodes: list[str], spread: bool, chosen: list[int]
+) -> None:
+    assert for_stages(nodes, "here", 2, spread) == chosen
+
+
+def test_spares_are_dealt_from_the_tail_backwards_and_where_one_is_missing() -> None:
+    held: list[int] = []
+    for _ in range(5):
+        held.append(next_spare(held, 3))
+    assert held == [2, 1, 0, 2, 1]
+    held.remove(1)
+    held.remove(1)
+    assert next_spare(held, 3) == 1

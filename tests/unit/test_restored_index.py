@@ -99,9 +99,9 @@ def test_a_ring_names_the_states_that_all_stages_with_recurrent_layers_have(tmp_
     config = RingConfig(tmp_path, "x", ((0, 1), (1, 2), (2, 3)), 1, 1000)
     without = report([], recurrent=False)
     reports = [report([head, second, longer]), without, report([first, second, longer])]
-    assert ring_info(config, reports).resumable == (second.id, longer.id)
+    assert ring_info(config, reports).held.checkpoints == {second.id, longer.id}
     # A node that some stage has no rows of is not named, whoever has its state.
     reports[1] = StageReport(1, "model", 100, 3, "exact", True, "cpu", False, stored=NODES[:3])
-    assert ring_info(config, reports).stored == tuple(NODES[:3])
-    assert ring_info(config, reports).resumable == (second.id,)
-    assert ring_info(config, [without] * 3).resumable == ()
+    assert ring_info(config, reports).held.nodes == tuple(NODES[:3])
+    assert ring_info(config, reports).held.checkpoints == {second.id}
+    assert ring_info(config, [without] * 3).held.checkpoints == frozenset()

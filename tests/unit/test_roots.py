@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.applied import Applied
 from coordinator.frames import (
     NO_ROOT,
     CopyRows,
@@ -23,7 +24,7 @@ from coordinator.frames import (
     SegmentKind,
     StoreNodes,
 )
-from coordinator.ledger import Applied, Ledger
+from coordinator.ledger import Ledger
 from coordinator.nodes import Node, node_id, root_of
 from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
@@ -148,5 +149,5 @@ def test_a_ring_takes_all_tenants_nodes_in_at_its_start_and_no_orphan() -> None:
     stored = (misplaced, *nodes, orphan)
     report = StageReport(1, "model", 199, 4, "", True, "cpu", False, stored=stored)
     config = RingConfig(Path("model"), "tiny", ((0, 4),), lanes=1, max_rows=16)
-    held = [node.id for node in ring_info(config, [report]).stored]
+    held = [node.id for node in ring_info(config, [report]).held.nodes]
     assert sorted(held) == sorted(node.id for node in nodes)

@@ -9,7 +9,9 @@ import pytest
 
 from coordinator.config import SchedulerSettings
 from coordinator.driver import RingDriver
-from coordinator.errors import InvalidSetting, QueueFull, RingUnavailable, StageLost
+from coordinator.errors import InvalidSetting, QueueFull, RingLost, RingUnavailable, StageLost
+from coordinator.frames import Epoch
+from coordinator.held import Holding
 from coordinator.requests import Miss, MissKind, Request, SessionId, Started
 from coordinator.router import Router
 from coordinator.streams import JobStream
@@ -22,9 +24,13 @@ _SESSION = SessionId("s")
 
 
 async def _start(
-    clock: VirtualClock, name: str, *faults: Fault, queue_limit: int = 1
+    clock: VirtualClock,
+    name: str,
+    *faults: Fault,
+    queue_limit: int = 1,
+    kind: type[FakeRing] = FakeRing,
 ) -> RingDriver:
-    ring = FakeRing(2, 1, 128, vocab_size=90, faults=faults, clock=clock, step_s=0.1)
+    ring = kind(2, 1, 128, vocab_size=90, faults=faults, clock=clock, step_s=0.1)
     driver = RingDriver(name, ring, SchedulerSettings(queue_limit=queue_limit), clock)
     await driver.start(lambda progress: None)
     return driver
@@ -75,7 +81,13 @@ async def test_a_session_leaves_a_draining_ring_and_its_running_job_does_not() -
 
 async def test_a_session_leaves_a_lost_ring() -> None:
     clock = VirtualClock()
-    drivers = await _start(clock, "a", Lose(stage=0, nth=6)), await _start(clock, "b")
+
+    class Unhealable(FakeRing):
+        async def open_epoch(self, epoch: Epoch) -> Holding:
+            raise RingLost(0, "no room for it")
+
+    lost = await _start(clock, "a", Lose(stage=0, nth=6), kind=Unhealable)
+    drivers = lost, await _start(clock, "b")
     async with _router(clock, *drivers) as router:
         assert await _turn(clock, router) == "a"
         with pytest.raises(StageLost):

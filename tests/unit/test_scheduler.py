@@ -47,8 +47,9 @@ from coordinator.frames import (
     SegmentReply,
     Seq,
 )
+from coordinator.held import NOTHING, Holding
 from coordinator.nodes import Node, node_id, root_of
-from coordinator.requests import Finished, FinishReason, Request, Started, TokenDelta
+from coordinator.requests import Finished, FinishReason, Recovering, Request, Started, TokenDelta
 from coordinator.scheduler import Scheduler
 from fakering.model import FakeModel
 from fakering.ring import describe
@@ -175,8 +176,9 @@ def test_a_missing_reply_ends_the_epoch_and_the_job_starts_over() -> None:
     scheduler = _scheduler()
     (frame,) = _frames(_submit(scheduler, 1, 5, 6))
     actions = scheduler.on(ReplyOverdue(frame.epoch, frame.seq, 9.0))
-    assert actions == [OpenEpoch(Epoch(1), "no reply to frame 0")]
-    (again,) = _frames(scheduler.on(EpochOpened(Epoch(1), 9.0)))
+    reason = "no reply to frame 0"
+    assert actions == [Emit(JobId(1), Recovering(reason)), OpenEpoch(Epoch(1), reason, rows=2)]
+    (again,) = _frames(scheduler.on(EpochOpened(Epoch(1), NOTHING, 9.0)))
     assert (again.epoch, again.seq) == (1, 0)
     assert [segment.tokens for segment in again.segments] == [(5, 6)]
 
@@ -191,10 +193,14 @@ def test_an_overdue_that_was_answered_meanwhile_is_ignored() -> None:
 def test_a_ring_that_never_answers_is_given_up() -> None:
     scheduler = _scheduler()
     actions = _submit(scheduler, 1, 5, 6)
-    for epoch in range(1, 4):
+    delays = []
+    for epoch in range(1, 6):
         (frame,) = _frames(actions)
-        scheduler.on(ReplyOverdue(frame.epoch, frame.seq, 9.0))
-        actions = scheduler.on(EpochOpened(Epoch(epoch), 9.0))
+        opening = scheduler.on(ReplyOverdue(frame.epoch, frame.seq, 9.0))[-1]
+        assert isinstance(opening, OpenEpoch)
+        delays.append(opening.delay_s)
+        actions = scheduler.on(EpochOpened(Epoch(epoch), NOTHING, 9.0))
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
     (frame,) = _frames(actions)
     (failed,) = scheduler.on(ReplyOverdue(frame.epoch, frame.seq, 9.0))
     assert isinstance(failed, Fail)
@@ -282,7 +288,9 @@ def test_a_ring_that_kept_nodes_over_a_restart_goes_on_from_them() -> None:
     lane, root = array("i", prompt[:8]), root_of(repr(FakeModel(vocab_size=50)))
     node = Node(node_id(root, lane), root, 0, lane)
     info = replace(
-        describe("fake", FakeModel(vocab_size=50), 2, 2, 32), host_rows=100, stored=(node,)
+        describe("fake", FakeModel(vocab_size=50), 2, 2, 32),
+        host_rows=100,
+        held=Holding(nodes=(node,)),
     )
     scheduler = Scheduler("ring-0", info, replace(_SETTINGS, node_rows=8, min_copy_rows=2))
     (frame,) = _frames(_submit(scheduler, 1, *prompt))

@@ -229,11 +229,11 @@ def on_disk(chain: Chain) -> tuple[Node, ...]:
 
 def test_a_restart_finds_the_nodes_and_serves_from_them(tiny_model: Path, tmp_path: Path) -> None:
     with started(tiny_model, kv_disk=tmp_path) as chain:
-        assert ring_info(chain.config, chain.reports).stored == ()
+        assert ring_info(chain.config, chain.reports).held.nodes == ()
         chain.store()
     with started(tiny_model, kv_disk=tmp_path) as again:
         info = ring_info(again.config, again.reports)
-        assert info.stored == on_disk(again)
+        assert info.held.nodes == on_disk(again)
         assert 0 < info.host_rows == min(report.host_rows for report in again.reports)
         assert all(len(stage.store) == 0 for stage in again.stages)
         assert_served(again, again.load())
@@ -248,11 +248,11 @@ def test_a_ring_names_only_what_all_stages_have_with_all_it_hangs_on(
         chain.store()
         first, second = on_disk(chain)
         reports = [replace(report, stored=(first, second)) for report in chain.reports]
-        assert ring_info(chain.config, reports).stored == (first, second)
+        assert ring_info(chain.config, reports).held.nodes == (first, second)
         reports[1] = replace(reports[1], stored=(first,))
-        assert ring_info(chain.config, reports).stored == (first,)
+        assert ring_info(chain.config, reports).held.nodes == (first,)
         reports[1] = replace(reports[1], stored=(second,))
-        assert ring_info(chain.config, reports).stored == ()
+        assert ring_info(chain.config, reports).held.nodes == ()
 
 
 def test_a_damaged_file_costs_a_miss_and_never_a_token(tiny_model: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from gateway.turns import TextPrompt, TurnRequest
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from coordinator.driver import RingStatus
+    from coordinator.status import RingStatus
     from gateway.http.status.snapshot import RingView
 
 SECRET = "the prompt's own words"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.http.anthropic.answer import Answering, Event
 from gateway.http.anthropic.errors import ANTHROPIC
 from gateway.http.streaming import StreamWire, Told, data
-from gateway.turns import TurnDelta, TurnFinished, TurnStarted
+from gateway.turns import TurnDelta, TurnFinished, TurnRecovering, TurnStarted
 
 _PING: Event = {"type": "ping"}
 
@@ -23,6 +23,8 @@ class MessageStream(StreamWire):
                 return [self._answering.opening(told.event), _PING]
             case TurnDelta():
                 return self._answering.blocks(told.event.parts)
+            case TurnRecovering():
+                return []
             case TurnFinished():
                 return self._answering.ending(told.event)
 

@@ -7,7 +7,7 @@ from typing import Any
 from gateway.http.openai.chat_answer import Answering
 from gateway.http.openai.errors import OPENAI
 from gateway.http.streaming import StreamWire, Told, data
-from gateway.turns import TurnDelta, TurnFinished, TurnStarted
+from gateway.turns import TurnDelta, TurnFinished, TurnRecovering, TurnStarted
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -27,6 +27,8 @@ class ChatStream(StreamWire):
                 return self._answering.opening(told.index)
             case TurnDelta():
                 return self._answering.pieces(told.index, told.event)
+            case TurnRecovering():
+                return []
             case TurnFinished():
                 self._done[told.index] = told.event
                 return [self._answering.ending(told.index, told.event)]

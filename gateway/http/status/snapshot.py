@@ -15,10 +15,10 @@ from types import MappingProxyType
 
 import msgspec
 
-from coordinator.driver import RingStatus
 from coordinator.lanes import LaneStatus
 from coordinator.requests import Miss, MissKind
 from coordinator.ring import StageProgress
+from coordinator.status import RingStatus
 from gateway.observing.recent_turns import TurnRecord
 from gateway.observing.sights import Sights
 from gateway.service import GenerationService
@@ -70,9 +70,11 @@ class StoreView:
 @dataclass(frozen=True, slots=True)
 class RingView:
     name: str
-    state: str  # loading, ready, draining or down
+    state: str  # loading, ready, recovering, draining or down
     reason: str
     epoch: int
+    spares: int
+    replaced: int  # stages
     numerics: str
     max_rows: int
     lane_count: int
@@ -186,9 +188,11 @@ class Snapshots:
         lanes = self._service.lanes(status.name, _MOST_LANES)
         return RingView(
             name=status.name,
-            state=_state(status),
+            state=status.state.value,
             reason="" if status.ready else status.reason,
             epoch=status.epoch,
+            spares=status.spares,
+            replaced=status.replaced,
             numerics="" if info is None else info.numerics,
             max_rows=0 if info is None else info.max_rows,
             lane_count=0 if info is None else info.lanes,
@@ -232,14 +236,6 @@ class Snapshots:
     def _lane(self, lane: LaneStatus) -> LaneView:
         session = None if lane.session is None else self._sights.turns.digest(lane.session)
         return LaneView(lane.lane, lane.state.value, session, lane.valid_rows, lane.reused_rows)
-
-
-def _state(status: RingStatus) -> str:
-    if status.ready:
-        return "ready"
-    if status.draining:
-        return "draining"
-    return "loading" if status.info is None else "down"
 
 
 def _store(status: RingStatus) -> StoreView | None:

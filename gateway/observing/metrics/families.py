@@ -44,7 +44,7 @@ _TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2,
 # A GPU's step of one row to a CPU core's chunk of 256.
 _STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5)
 _STEP_LONG_S = (*_STEP_S, 1.0, 2.5, 5.0)
-_RESTORE_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_RESTORE_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 def _counter(name: str, told: str, *labels: str, vllm: bool = False) -> Family:
@@ -168,14 +168,19 @@ STAGE_TRANSFER = _counter(
     "stage",
 )
 REFUSALS = _counter("refusals", "What stages refused rather than read a wrong row.", "code")
-EPOCHS = _counter("epochs", "Epochs that ended before their ring did, and why.", "reason")
+EPOCHS = _counter(
+    "epochs",
+    "Epochs that ended before their ring did, and why; unhealed: what was lost could not be replaced, that time.",
+    "reason",
+)
 RESTORE = _histogram(
     "restore_seconds",
-    "From the end of an epoch until a frame is answered again.",
+    "From the end of an epoch until a frame is answered again, or the ring is whole again where nobody waits.",
     _RESTORE_S,
 )
+REPLACED = _counter("stages_replaced", "Stages that were lost and replaced.", "ring")
 
-OF_EVENTS = (STAGE_STEP, STAGE_QUEUE, STAGE_TRANSFER, REFUSALS, EPOCHS, RESTORE)
+OF_EVENTS = (STAGE_STEP, STAGE_QUEUE, STAGE_TRANSFER, REFUSALS, EPOCHS, RESTORE, REPLACED)
 
 # Of rings, when somebody looks
 
@@ -220,6 +225,7 @@ SPEC_ACCEPTED = _counter(
 BUILD = _gauge("build_info", "Always 1.", "version")
 RING_STATE = _gauge("ring_state", "1 for the state that the ring is in.", "ring", "state")
 RING_EPOCH = _gauge("ring_epoch", "The ring's epoch.", "ring")
+SPARES = _gauge("ring_spares", "Loaded processes that wait to take a lost stage's place.", "ring")
 LANE_STATE = _gauge("lane_state", "Lanes in this state.", "ring", "state")
 LANE_ROWS = _gauge("lane_rows", "Valid rows of all lanes.", "ring")
 SESSIONS = _gauge("sessions", "Sessions whose last turn is remembered.", "ring")
@@ -257,6 +263,7 @@ AT_A_LOOK = (
     BUILD,
     RING_STATE,
     RING_EPOCH,
+    SPARES,
     LANE_STATE,
     LANE_ROWS,
     SESSIONS,

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from importlib.metadata import version
 
 from prometheus_client.registry import Collector
 
 from coordinator.clock import Clock
-from coordinator.driver import RingStatus
 from coordinator.lanes import LaneState
 from coordinator.ring import RingInfo
 from coordinator.router import Router
+from coordinator.status import RingState, RingStatus
 from gateway.observing.metrics import families
 from gateway.observing.metrics.families import Family
 from gateway.observing.metrics.idle import IdleWindow
@@ -24,21 +23,6 @@ from gateway.observing.metrics.naming import Naming, Scraped
 
 Series = tuple[tuple[str, ...], float]  # values of the family's own labels
 ONE: tuple[str, ...] = ()
-
-
-class RingState(StrEnum):
-    READY = "ready"
-    LOADING = "loading"
-    DRAINING = "draining"
-    DOWN = "down"
-
-
-def state_of(ring: RingStatus) -> RingState:
-    if ring.draining:
-        return RingState.DRAINING
-    if ring.ready:
-        return RingState.READY
-    return RingState.LOADING if ring.info is None else RingState.DOWN
 
 
 class RingLook(Collector):
@@ -112,13 +96,14 @@ class RingLook(Collector):
             yield family, [(ONE, value)]
 
     def _state(self, rings: tuple[RingStatus, ...]) -> Iterator[tuple[Family, list[Series]]]:
-        states = [(ring.name, state_of(ring)) for ring in rings]
+        states = [(ring.name, ring.state) for ring in rings]
         yield (
             families.RING_STATE,
             [((name, each), float(each is state)) for name, state in states for each in RingState],
         )
         started = [ring for ring in rings if ring.info is not None]
         yield families.RING_EPOCH, [((ring.name,), ring.epoch) for ring in started]
+        yield families.SPARES, [((ring.name,), ring.spares) for ring in started]
         yield families.SESSIONS, [((ring.name,), ring.sessions) for ring in started]
         yield families.IN_FLIGHT, [((ring.name,), ring.frames_in_flight) for ring in started]
         of_state: list[Series] = []

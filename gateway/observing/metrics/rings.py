@@ -7,7 +7,7 @@ These figures belong to the process: a ring that was drained leaves its counts b
 from __future__ import annotations
 
 from coordinator.frames import RefusalCode, Reply
-from coordinator.observe import EpochCause
+from coordinator.observe import EpochCause, EpochEnd, Restored
 from gateway.observing.metrics import families
 from gateway.observing.metrics.naming import Naming
 
@@ -22,11 +22,16 @@ class RingMetrics:
         self._refusals = naming.counters(families.REFUSALS)
         self._epochs = naming.counters(families.EPOCHS)
         self._restores = naming.histogram(families.RESTORE)
+        self._replaced = naming.counters(families.REPLACED)
         # From the start at 0, so that the first one is seen as an increase.
         for code in RefusalCode:
             self._refusals[str(code)]
         for cause in EpochCause:
             self._epochs[str(cause)]
+
+    def started(self, ring: str) -> None:
+        """From here at 0, for the same reason."""
+        self._replaced[ring]
 
     def replied(self, ring: str, reply: Reply) -> None:
         for timing in reply.timings:
@@ -39,8 +44,14 @@ class RingMetrics:
         for refusal in reply.refusals:
             self._refusals[refusal.code.value].inc()
 
-    def epoch_ended(self, ring: str, cause: EpochCause) -> None:
-        self._epochs[cause.value].inc()
+    def epoch_ended(self, ring: str, end: EpochEnd) -> None:
+        self._epochs[end.cause.value].inc()
 
-    def restored(self, ring: str, seconds: float) -> None:
-        self._restores.observe(seconds)
+    def replaced(self, ring: str, stages: int) -> None:
+        self._replaced[ring].inc(stages)
+
+    def restored(self, ring: str, restored: Restored) -> None:
+        self._restores.observe(restored.seconds)
+
+    def given_up(self, ring: str, reason: str) -> None:
+        """Its state says so."""

@@ -10,7 +10,7 @@ from typing import Any
 from gateway.http.openai.responses.answer import Answering, status_of
 from gateway.http.openai.responses.items import Event, Output
 from gateway.http.streaming import StreamWire, Told, data
-from gateway.turns import TurnDelta, TurnFinished, TurnStarted
+from gateway.turns import TurnDelta, TurnFinished, TurnRecovering, TurnStarted
 
 
 class ResponseStream(StreamWire):
@@ -26,6 +26,8 @@ class ResponseStream(StreamWire):
                 return self._opening()
             case TurnDelta(parts=parts):
                 return self._all([event for part in parts for event in self._output.take(part)])
+            case TurnRecovering():
+                return b""
             case TurnFinished() as done:
                 self._finished = done
                 return self._all(self._output.end(status_of(done)))

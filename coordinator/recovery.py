@@ -1,0 +1,43 @@
+"""What follows when an epoch ends: how long until the next is opened, and when the ring is given up.
+
+Counts the openings since the last good reply. Decides nothing else: what is lost and how it is replaced is the ring's
+business, and what becomes of jobs the scheduler's. Pure; seconds are handed out, not waited for.
+"""
+
+from __future__ import annotations
+
+from coordinator.config import SchedulerSettings
+
+# Beyond it waiting longer brings nothing: whoever mends the cause wants to see it noticed.
+_LONGEST_DELAY_S = 30.0
+
+
+class Recovery:
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._most = settings.heal_attempts
+        self._backoff_s = settings.heal_backoff_s
+        self._openings = 0
+
+    @property
+    def openings(self) -> int:
+        """Since the last good reply."""
+        return self._openings
+
+    @property
+    def trusts_rows(self) -> bool:
+        """Whether an epoch may go on from the rows that are left. Where that has led to no good reply, it may not."""
+        return self._openings <= 1
+
+    def answered(self) -> None:
+        self._openings = 0
+
+    def next_opening(self) -> float | None:
+        """Seconds until the next epoch is to be opened; None: it has been tried often enough. The first opening is
+        at once, and each one behind it waits twice as long as the one before.
+        """
+        self._openings += 1
+        if self._openings > self._most:
+            return None
+        if self._openings == 1:
+            return 0.0
+        return min(self._backoff_s * 2.0 ** (self._openings - 2), _LONGEST_DELAY_S)

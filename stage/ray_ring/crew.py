@@ -1,0 +1,213 @@
+"""The actors of one start of a ring, in a placement group of their own.
+
+Decides where they are made and what a load may take. Every actor that it ever made is ended by `end`, at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from coordinator.errors import SetupError
+from coordinator.ring import ProgressSink, StageProgress
+from stage.actor import CONCURRENT_CALLS, About, LoadFailure, StageActor
+from stage.build import StageReport
+from stage.config import RingConfig
+from stage.lease import Owner
+from stage.placement import Share, Strategy, for_stages, share_of
+from stage.ray_ring.census import actor_name, end_all, generation_of
+from stage.ray_ring.cluster import NAMESPACE
+from stage.ray_ring.detached import FoundRing
+from stage.ray_ring.member import Member
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_EVERY_S = 0.2
+# Ray answers within milliseconds; it is not waited for when it is not there any more.
+_REMOVE_S = 5.0
+# A checkout is on no host's import path by itself.
+_IMPORT_FROM = str(Path(__file__).resolve().parents[2])
+
+
+class Crew:
+    def __init__(
+        self,
+        config: RingConfig,
+        on_lost: Callable[[Member], None],
+        owner: Owner | None = None,
+    ) -> None:
+        """`owner`: of a detached ring."""
+        self._config = config
+        self._owner = owner
+        self._made = 0  # actors of this name so far
+        self._share: Share = share_of(config)
+        self._on_lost = on_lost
+        self._group: PlacementGroup | None = None
+        self._members: set[Member] = set()
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self._members)
+
+    async def place(self) -> tuple[list[int], list[int]]:
+        """The stages' bundles, in their order, and the spares'. Raises ClusterTooSmall, at once when the whole
+        cluster has less than is wanted.
+        """
+        share = self._share
+        share.check(ray.cluster_resources())
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        strategy = share.strategy(self._config.spread, nodes)
+        self._group = self._make_group(strategy)
+        if not await asyncio.to_thread(self._group.wait, self._config.place_s):
+            share.check(ray.available_resources())
+            raise share.too_much("no room on its nodes")
+        placed = placement_group_table(self._group)["bundles_to_node_id"]
+        here = ray.get_runtime_context().get_node_id()
+        on = [placed[bundle] for bundle in sorted(placed)]
+        chosen = for_stages(on, here, share.stages, self._config.spread)
+        return chosen, [bundle for bundle in range(share.places) if bundle not in chosen]
+
+    async def hire(self, bundle: int, index: int) -> Member:
+        """A new actor, which has loaded nothing yet. It waits for its place until the process that had it has ended.
+        Raises RingLost.
+        """
+        member = Member(self._make_actor(bundle, index), bundle, self._on_lost)
+        member.index = index
+        self._members.add(member)
+        try:
+            await member.settle(self._config.start_s)
+        except BaseException:
+            await self.dismiss(member)
+            raise
+        return member
+
+    async def adopt(self, found: FoundRing) -> list[tuple[Member, About]]:
+        """Those that answer; the others are ended."""
+        self._group = found.group
+        self._made = 1 + max(map(generation_of, found.names))
+        await asyncio.to_thread(end_all, self._config.name, [each.name for each in found.actors])
+        pairs = [
+            (Member(each.actor, each.about.bundle, self._on_lost), each.about)
+            for each in found.actors
+        ]
+        self._members.update(member for member, _ in pairs)
+        settling = (member.settle(self._config.call_s) for member, _ in pairs)
+        await asyncio.gather(*settling, return_exceptions=True)
+        for lost in [member for member, _ in pairs if member.loss is not None]:
+            await self.dismiss(lost)
+        return [(member, about) for member, about in pairs if member.loss is None]
+
+    async def load(self, member: Member, index: int, here: int, tell: ProgressSink) -> None:
+        """`here`: the ring's stages on its node, with this one. Raises SetupError or RingLost; it is lost, too, when
+        it makes no progress for load_s.
+        """
+        member.unwatch()
+        member.index, member.loaded = index, None
+        loading = member.call("load", index, here)
+        asking = member.call("progress")
+        told, told_at = None, time.monotonic()
+        try:
+            while not loading.done():
+                await member.wait({loading}, _PROGRESS_EVERY_S)
+                if asking.done():
+                    news, asking = asking.result(), member.call("progress")
+                    if news != told:
+                        told, told_at = news, time.monotonic()
+                        _tell(news, index, tell)
+                if time.monotonic() - told_at > self._config.load_s:
+                    member.lose(f"did not load further for {self._config.load_s:g} s")
+            if isinstance(failure := loading.result(), LoadFailure):
+                raise failure.error(failure.message)
+            member.loaded = index
+            _tell(await member.ask("progress", within_s=self._config.call_s), index, tell)
+        except RayError as error:
+            raise SetupError(f"stage {index} could not be loaded: {error}") from error
+        finally:
+            loading.cancel()
+            asking.cancel()
+
+    async def take(self, member: Member, host_bytes: int | None, here: int) -> StageReport:
+        """Its slice becomes the ring's stage. Raises SetupError or RingLost."""
+        report = await member.ask("take", host_bytes, here, within_s=self._config.load_s)
+        if isinstance(report, LoadFailure):
+            raise report.error(report.message)
+        assert isinstance(report, StageReport)
+        return report
+
+    def free_bundles(self) -> list[int]:
+        taken = {member.bundle for member in self._members}
+        return [bundle for bundle in range(self._share.places) if bundle not in taken]
+
+    async def dismiss(self, member: Member) -> None:
+        await member.end()
+        self._members.discard(member)
+
+    async def leave(self) -> None:
+        """They go on without us."""
+        await asyncio.gather(*(member.leave() for member in self._members))
+
+    async def end(self) -> None:
+        await asyncio.gather(*(member.end() for member in self._members))
+        group, self._group = self._group, None
+        if group is not None:
+            try:
+                removing = asyncio.to_thread(remove_placement_group, group)
+                await asyncio.wait_for(removing, _REMOVE_S)
+            except (RayError, TimeoutError) as error:
+                log.warning("kept a placement group reason=%s", type(error).__name__)
+
+    def _make_group(self, strategy: Strategy) -> PlacementGroup:
+        """Raises SetupError: of two gateways that make a ring at once, one gets the name."""
+        share, config = self._share, self._config
+        bundles = [share.resources] * share.places
+        if not config.detached:
+            return placement_group(bundles, strategy=strategy)
+        try:
+            return placement_group(bundles, strategy, name=config.name, lifetime="detached")
+        except RayError as error:
+            raise SetupError(f"another gateway makes the ring {config.name} right now") from error
+
+    def _make_actor(self, bundle: int, index: int) -> Any:
+        resources = self._share.resources
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=bundle
+        )
+        return (
+            ray.remote(StageActor)
+            .options(
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
+                max_concurrency=CONCURRENT_CALLS,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": {"PYTHONPATH": _IMPORT_FROM}},
+                **self._naming(index),
+            )
+            .remote(self._config, bundle, self._owner)
+        )
+
+    def _naming(self, index: int) -> dict[str, str]:
+        if not self._config.detached:
+            return {}
+        self._made += 1
+        name = actor_name(self._config.name, index, self._made - 1)
+        return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+def _tell(news: StageProgress, index: int, tell: ProgressSink) -> None:
+    """What a process says before it has begun names no stage."""
+    if news.stage == index:
+        tell(news)

@@ -1,0 +1,163 @@
+"""A ring whose stages die, hang or cannot be replaced: only what was lost is made anew, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from coordinator.errors import RingLost
+from coordinator.frames import LaneId, NodeSpan, StoreNodes
+from coordinator.nodes import node_id
+from stage.config import RingConfig
+from tests.cluster.watched_ring import ROWS, Watched, all_end, processes, stage_processes, until
+
+if TYPE_CHECKING:
+    from stage.ray_ring import RayCluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+
+PROBE_TIMEOUT_S = 1.5
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RingConfig:
+    return RingConfig(
+        tiny_model,
+        "tiny",
+        ((0, 2), (2, 4)),
+        2,
+        64,
+        cpu_share=0.1,
+        kv_disk=tmp_path_factory.mktemp("nodes"),
+        rest_s=3.0,
+        probe_s=0.2,
+        probe_timeout_s=PROBE_TIMEOUT_S,
+        fence_s=6.0,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def started(config: RingConfig, ray_cluster: RayCluster) -> AsyncIterator[Watched]:
+    from stage.ray_ring import RayRing
+
+    watched = Watched(RayRing(config, ray_cluster))
+    await watched.start()
+    yield watched
+    await watched.ring.stop()
+
+
+async def test_an_epoch_that_ends_without_a_loss_costs_no_row_and_no_process(
+    started: Watched,
+) -> None:
+    pids, answer = started.ring.pids, await started.answer()
+    begin = time.monotonic()
+    held = await started.heal()
+    assert time.monotonic() - begin < 1.0
+    assert started.ring.pids == pids
+    rows = (*started.prompt, *answer[:-1])
+    assert [tuple(lane.tokens) for lane in held.lanes] == [rows, ()]
+    warm = await started.hand.turn(0, started.prompt, 4, cached_prefix=ROWS)
+    assert (warm.tokens, warm.prefilled) == (answer, 4)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_killed_stage_is_replaced_and_only_that_one(started: Watched, stage: int) -> None:
+    pids, answer = started.ring.pids, await started.answer()
+    os.kill(pids[stage], signal.SIGKILL)
+    assert str(await started.lose()).startswith(f"stage {stage}: its process died")
+    held = await started.heal()
+    assert all(not lane.tokens for lane in held.lanes)
+    replaced = [old != new for old, new in zip(pids, started.ring.pids, strict=True)]
+    assert replaced == [index == stage for index in range(2)]
+    assert {news.stage for news in started.told} >= {stage}
+    assert await started.answer() == answer
+
+
+async def test_what_a_replaced_stage_has_on_disk_stays_held(
+    started: Watched, config: RingConfig
+) -> None:
+    await started.answer()
+    hand = started.hand
+    span = NodeSpan(node_id(hand.root, started.prompt[:ROWS]), hand.root, 0, ROWS)
+    stored = replace(hand.frame(), after=(StoreNodes(LaneId(0), (span,)),))
+    assert (await hand.reply_to(hand.submit(stored))).lost == ()
+    folder = config.kv_disk
+    assert folder is not None
+    await until(lambda: len(list(folder.glob("*.kv"))) == 2)
+    os.kill(started.ring.pids[0], signal.SIGKILL)
+    await started.lose()
+    held = await started.heal()
+    assert [node.id for node in held.nodes] == [span.node]
+
+
+async def test_a_stage_that_hangs_is_found_by_its_probes_and_replaced(started: Watched) -> None:
+    pids, answer = started.ring.pids, await started.answer()
+    (hung,) = processes(pids[1:])
+    os.kill(pids[1], signal.SIGSTOP)
+    lost = await started.lose(PROBE_TIMEOUT_S + 2.0)
+    assert lost.stage == 1
+    assert "did not answer a probe" in lost.reason
+    await started.heal()
+    assert started.ring.pids[0] == pids[0]
+    assert started.ring.pids[1] != pids[1]
+    assert await all_end([hung], 0.0)
+    assert await started.answer() == answer
+
+
+async def test_a_stage_that_cannot_be_replaced_fails_the_opening_until_it_can(
+    started: Watched, config: RingConfig
+) -> None:
+    answer, pids = await started.answer(), started.ring.pids
+    away = config.model_dir.with_name("away")
+    config.model_dir.rename(away)
+    try:
+        os.kill(pids[0], signal.SIGKILL)
+        await started.lose()
+        with pytest.raises(RingLost, match="stage 0: could not be replaced: "):
+            await started.heal()
+        with pytest.raises(RingLost):
+            await started.ring.next_reply()
+    finally:
+        away.rename(config.model_dir)
+    await started.heal()
+    assert started.ring.pids[1] == pids[1]
+    assert await started.answer() == answer
+
+
+async def test_an_opening_that_is_cancelled_goes_on_in_the_next_one(started: Watched) -> None:
+    pids, answer = started.ring.pids, await started.answer()
+    os.kill(pids[1], signal.SIGKILL)
+    await started.lose()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await started.heal()
+    with pytest.raises(RingLost):
+        await started.ring.next_reply()
+    await started.heal()
+    assert started.ring.pids[0] == pids[0]
+    assert await started.answer() == answer
+
+
+async def test_a_stop_during_healing_ends_everything(started: Watched) -> None:
+    survivor = processes(started.ring.pids[:1])
+    made = stage_processes()
+    os.kill(started.ring.pids[1], signal.SIGKILL)
+    await started.lose()
+    healing = asyncio.create_task(started.heal())
+    await until(lambda: bool(stage_processes() - made))
+    new = stage_processes() - made
+    await started.ring.stop()
+    with pytest.raises(RingLost, match="stopped"):
+        await healing
+    assert await all_end([*survivor, *processes(tuple(new & stage_processes()))], 5.0)
+    assert stage_processes() <= made
+    await started.start()
