@@ -115,7 +115,7 @@ class Admission:
     def reopen(self, job: Job) -> None:
         """The job's lane was refused: start over from what the replica still believes of it."""
         assert job.lane is not None
-        most = self._most(job)
+        most = self._most(job) if job.request.reuse else 0
         depth = self._ledger.restore_point(job.lane, job.context, most, job.root)
         choice = self._deepen(job, LaneChoice(job.lane, depth), most)
         self.lanes.reopened(choice.lane, choice.cached_prefix)
@@ -134,6 +134,12 @@ class Admission:
     def usable_prefix(self, prompt: Sequence[int], tenant: str) -> int:
         """The deepest depth of a tenant's prompt that a lane or a chain of nodes holds. Changes nothing."""
         return self._usable_prefix(prompt, self._retention.root(tenant))
+
+    def unheld(self, request: Request, context: Sequence[int]) -> int:
+        """How many of the context's tokens would have to be computed for the request now."""
+        if not request.reuse:
+            return len(context)
+        return len(context) - self.usable_prefix(context, request.tenant)
 
     def _usable_prefix(self, prompt: Sequence[int], root: NodeId) -> int:
         held = self._retention.index.match(prompt, root).rows

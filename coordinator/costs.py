@@ -71,6 +71,11 @@ class Costs:
         expected = self.frames.seconds(frame.rows) * self._stages
         return least_s + _PATIENCE * expected if expected else _PATIENCE_UNSEEN * least_s
 
+    def rows_per_s(self, rows: int) -> float:
+        """What the ring prefills in frames of so many rows, while all its stages are busy; 0 before any was seen."""
+        seconds = self.frames.seconds(rows)
+        return rows / seconds if seconds else 0.0
+
     def stretched_rows(self, stretch: float, decoding: int) -> int:
         """The rows that a frame may have for `decoding` jobs to wait no longer than they must."""
         step_rows = math.ceil(decoding / self._stages)

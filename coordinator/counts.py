@@ -6,6 +6,7 @@ from collections import Counter as Counts
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 
+from coordinator.errors import RingserveError, SlowReader
 from coordinator.frames import Frame, Reply
 from coordinator.jobs import Job
 from coordinator.requests import MissKind
@@ -31,6 +32,8 @@ class RingCounts:
         tuple[MissKind, int], ...
     ] = ()  # turns that reused less than their session had, by reason
     draft_steps: int = 0  # segments with drafts in them
+    pauses: int = 0  # jobs that rested since their readers lagged
+    slow_readers: int = 0  # of these, ended since nothing was read
 
     def plus(self, other: RingCounts) -> RingCounts:
         """Of two rings together."""
@@ -48,6 +51,7 @@ class Counter:
     """Adds up; `totals` is a snapshot."""
 
     def __init__(self, stages: int) -> None:
+        self.pauses = self._slow_readers = 0
         self._frames = self._rows = self._refusals = self._prefilled = self._reused = 0
         self._discarded = self._drafted = self._accepted = 0
         self._restored = self._ahead = self._recalled = self._draft_steps = 0
@@ -66,6 +70,10 @@ class Counter:
         self._draft_steps += job.draft_steps
         self._accepted += job.accepted
         self._discarded += discarded_frames
+
+    def failed(self, error: RingserveError) -> None:
+        """A job is ended from outside."""
+        self._slow_readers += isinstance(error, SlowReader)
 
     def computed_ahead(self, rows: int) -> None:
         self._ahead += rows
@@ -95,4 +103,6 @@ class Counter:
             ahead_rows=self._ahead,
             misses=tuple(self._misses.items()),
             draft_steps=self._draft_steps,
+            pauses=self.pauses,
+            slow_readers=self._slow_readers,
         )

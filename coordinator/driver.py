@@ -34,6 +34,7 @@ from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, NodeId, Seq
 from coordinator.lanes import LaneStatus
 from coordinator.observe import RingObserver, RingWatch
+from coordinator.overload import UNSEEN_LOADING_S
 from coordinator.readers import Reader
 from coordinator.requests import Finished, Request, SessionId, TokenDelta
 from coordinator.ring import ProgressSink, Ring, RingHealth, RingInfo
@@ -95,7 +96,7 @@ class RingDriver:
         info = await self._ring.start(progress)
         self._info = info
         self._scheduler = Scheduler(self.name, info, self._settings)
-        self._watch.begun(info.epoch)
+        self._watch.begun(info.epoch, self._ring.health().replaced)
         self._read(info.epoch)
         return info
 
@@ -131,7 +132,7 @@ class RingDriver:
             raise RingUnavailable("the ring is loading")
         if self._draining:
             raise RingUnavailable("the ring is draining")
-        self._scheduler.admissible(request)
+        self._scheduler.admissible(request, self._clock.now())
         job = self._next_job
         self._next_job = JobId(job + 1)
         drafter = self._make_drafter(job, request.tenant) if request.draft else NoDrafter()
@@ -236,6 +237,10 @@ class RingDriver:
             stored_rows=core.retention.index.rows if core is not None else 0,
             pinned_rows=core.retention.index.pinned_rows if core is not None else 0,
             frames_in_flight=_in_flight(core) if core is not None else 0,
+            resting_jobs=sum(entry.stream.reader.lags for entry in self._jobs.values()),
+            back_s=UNSEEN_LOADING_S
+            if core is None
+            else core.gate.healing.left_s(self._clock.now()),
             spares=health.spares,
             replaced=health.replaced,
         )

@@ -12,6 +12,7 @@
     │   ├── QueueFull             as many jobs, tokens or bytes wait as may
     │   ├── RateLimited           the caller's key has used what it may for now
     │   ├── TooManyViewers        as many look at the status page as may
+    │   ├── TooManyConnections    as many are connected as may
     │   └── RingUnavailable       the ring is loading, re-forming or draining
     ├── JobError                  a job that had been accepted ended early
     │   ├── Cancelled             its client left or asked for it
@@ -22,6 +23,7 @@
     ├── RingLost                  a stage died, hung or answered out of order; raised by rings
     ├── SetupError                ringserve cannot start as it was told to
     │   ├── InvalidSetting        a flag or setting holds an impossible value
+    │   ├── CannotListen          the port is taken, or the address is not this machine's
     │   ├── ModelUnusable         the model's files are absent, damaged or of an unknown kind
     │   ├── ModelDoesNotFit       weights and lanes need more memory than there is
     │   ├── ClusterTooSmall       the cluster lacks the stages' resources
@@ -185,6 +187,16 @@ class TooManyViewers(BusyError):
         self.limit = limit
 
 
+class TooManyConnections(BusyError):
+    """As many are connected as may; what they asked for goes on."""
+
+    code: ClassVar[str] = "too_many_connections"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"{limit} connections are open; try again later", retry_after_s=5.0)
+        self.limit = limit
+
+
 class RingUnavailable(BusyError):
     """No ring can take the job now: loading, re-forming or draining."""
 
@@ -232,9 +244,9 @@ class SlowReader(JobError):
 
     code: ClassVar[str] = "slow_reader"
 
-    def __init__(self, unread: int, seconds: float) -> None:
-        super().__init__(f"{unread} tokens lay unread and none was read for {seconds:g} s")
-        self.unread = unread
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"nothing was read of the answer for {seconds:g} s")
+        self.seconds = seconds
 
 
 class StageLost(JobError):
@@ -274,6 +286,12 @@ class InvalidSetting(SetupError):
     def __init__(self, setting: str, reason: str) -> None:
         super().__init__(f"{setting}: {reason}")
         self.setting = setting
+
+
+class CannotListen(SetupError):
+    """A front's port is taken, or its address is not this machine's."""
+
+    code: ClassVar[str] = "cannot_listen"
 
 
 class ModelUnusable(SetupError):

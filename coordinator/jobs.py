@@ -79,6 +79,7 @@ class Job:
     served: int = -1  # the last frame of this epoch with rows of its prefill
     announced: bool = False
     paused: bool = False  # its reader lags
+    disturbed: bool = False  # it was paused, or its ring healed: its times say nothing of others'
     fresh: int | None = None  # tokens to be computed, as far as was known when somebody asked
     refusals: int = 0
     admitted_at: float | None = None
@@ -91,7 +92,8 @@ class Job:
     draft_time: DraftTime = field(default_factory=DraftTime)
 
     _shared: dict[JobId, int] = field(default_factory=dict)  # shared_prefix, by the other job
-    _drafts: bool = False  # its drafter knows the context: not while it waits, an index is five times as large
+    # Whether its drafter knows the context. Not while it waits: an index is five times as large.
+    _drafts: bool = False
 
     def __post_init__(self) -> None:
         self.context = list(self.request.prompt)
@@ -138,6 +140,7 @@ class Job:
 
     def requeue(self) -> None:
         self.phase, self.lane, self.ops, self.fresh = Phase.WAITING, None, (), None
+        self.disturbed = True
         self._forget_flight()
 
     def _forget_flight(self) -> None:

@@ -104,9 +104,9 @@ class RingWatch:
         self._replaced = 0  # stages, since the ring started
         self._is_down = False
 
-    def begun(self, epoch: Epoch) -> None:
-        """The ring has started in this epoch."""
-        self._epoch = epoch
+    def begun(self, epoch: Epoch, replaced: int) -> None:
+        """The ring has started in this epoch; `replaced`: stages, for that."""
+        self._epoch, self._replaced = epoch, replaced
         for observer in self._observers:
             observer.started(self._ring)
 

@@ -23,7 +23,7 @@ def mark(event: ReaderLags | ReaderCaughtUp, jobs: Iterable[Job]) -> int:
     for job in jobs:
         if job.id == event.job:
             begun += lags and not job.paused
-            job.paused = lags
+            job.paused, job.disturbed = lags, True
     return begun
 
 
@@ -46,7 +46,7 @@ class Reader:
         self._end = end
         self._unread = 0
         self._since = clock.now()  # the last read, or when there was something to read again
-        self._lags = False
+        self.lags = False
         self._timer: Timer | None = None
         self._released = False
 
@@ -54,25 +54,26 @@ class Reader:
         if not self._unread:
             self._since = self._clock.now()
         self._unread += tokens
-        if self._unread > self._most and not (self._lags or self._released):
-            self._lags = True
+        if self._unread > self._most and not (self.lags or self._released):
+            self.lags = True
             self._tell(ReaderLags(self._job, self._clock.now()))
             self._watch()
 
     def took(self, tokens: int) -> None:
+        """It read something, of so many tokens."""
         self._unread -= tokens
         self._since = self._clock.now()
-        if self._lags and self._unread <= self._most // 2:
+        if self.lags and self._unread <= self._most // 2:
             self._catch_up()
 
     def release(self) -> None:
         """The job has ended, or its ring is to: it is not held up any more, however slowly it is read."""
         self._released = True
-        if self._lags:
+        if self.lags:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        self._lags = False
+        self.lags = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -82,9 +83,9 @@ class Reader:
         self._timer = self._clock.call_at(self._since + self._unread_s, self._look)
 
     def _look(self) -> None:
-        if not self._lags:
+        if not self.lags:
             return
         if self._clock.now() < self._since + self._unread_s:
             self._watch()
         else:
-            self._end(self._job, SlowReader(self._unread, self._unread_s))
+            self._end(self._job, SlowReader(self._unread_s))

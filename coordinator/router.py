@@ -19,10 +19,11 @@ from coordinator.errors import BusyError, InvalidSetting, InvalidValue, RingUnav
 from coordinator.foresight import Wish
 from coordinator.frames import NodeId
 from coordinator.lanes import LaneStatus
+from coordinator.overload import MOST_RETRY_S, UNSEEN_LOADING_S, clamped
 from coordinator.requests import Request, SessionId
 from coordinator.ring import RingInfo
 from coordinator.sessions import History, SessionTable
-from coordinator.status import RingStatus
+from coordinator.status import RingState, RingStatus
 from coordinator.streams import JobStream
 
 # Fewer rows than this are prefilled within one step of anything else: no reason to prefer a busy ring.
@@ -72,7 +73,8 @@ class Router:
             try:
                 stream = driver.submit(self._marked(request, driver))
             except BusyError as busy:
-                refused = refused or busy
+                sooner = refused is None or busy.retry_after_s < refused.retry_after_s
+                refused = busy if sooner else refused
                 continue
             if request.session is not None:
                 self._sessions.pin(request.session, driver.name)
@@ -153,8 +155,11 @@ class Router:
         return any([driver.drop_node(node) for driver in self._drivers.values()])
 
     def _unavailable(self) -> RingUnavailable:
-        reasons = {status.reason or "loading" for status in self.rings()}
-        return RingUnavailable("; ".join(sorted(reasons)) or "there is none")
+        rings = self.rings()
+        reasons = {status.reason or "loading" for status in rings}
+        back_s = clamped(min(map(_back_s, rings), default=MOST_RETRY_S))
+        why = "; ".join(sorted(reasons)) or "there is none"
+        return RingUnavailable(why, retry_after_s=back_s)
 
     def _marked(self, request: Request, driver: RingDriver) -> Request:
         pinned = None if request.session is None else self._sessions.ring(request.session)
@@ -193,6 +198,12 @@ def _has_idle_lane(status: RingStatus) -> bool:
     """Now: of a ring that heals, nobody knows when."""
     info = status.info
     return info is not None and status.ready and status.running_jobs < info.lanes
+
+
+def _back_s(ring: RingStatus) -> float:
+    if ring.state is RingState.DOWN:
+        return MOST_RETRY_S
+    return UNSEEN_LOADING_S if ring.state is RingState.DRAINING else ring.back_s
 
 
 def _is_overloaded(status: RingStatus) -> bool:

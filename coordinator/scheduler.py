@@ -12,20 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from coordinator import events
+from coordinator import events, readers
 from coordinator.admission import Admission
 from coordinator.applied import Standing
 from coordinator.batch import Batch, Filler
 from coordinator.config import SchedulerSettings
 from coordinator.costs import Costs
 from coordinator.counts import Counter, RingCounts
-from coordinator.errors import (
-    BrokenInvariant,
-    QueueFull,
-    RingserveError,
-    RingUnavailable,
-    StageLost,
-)
+from coordinator.errors import BrokenInvariant, RingserveError, RingUnavailable, StageLost
 from coordinator.fairness import FairQueue
 from coordinator.flight import Flight
 from coordinator.foresight import Foresight
@@ -45,6 +39,7 @@ from coordinator.frames import (
 from coordinator.held import Holding
 from coordinator.jobs import Job, Phase
 from coordinator.ledger import Ledger
+from coordinator.overload import Gate
 from coordinator.recovery import Recovery
 from coordinator.requests import Finished, FinishReason, Recovering, Request, Started
 from coordinator.retention import Retention
@@ -74,6 +69,7 @@ class Scheduler:
         self._down: str | None = None
         self._recovery = Recovery(settings)
         self._costs = Costs(info.stages)
+        self.gate = Gate(info, settings, self._costs, self._admission.unheld)
         self._foresight = Foresight(self.ledger, self.lanes, settings, info)
         self._filler = Filler(info, settings, self._costs, self._admission.memos)
         self._counter = Counter(info.stages)
@@ -125,13 +121,12 @@ class Scheduler:
         least_s = self._settings.reply_timeout_s
         return least_s if oldest is None else self._costs.deadline_s(oldest, least_s)
 
-    def admissible(self, request: Request) -> None:
-        """Raises what a submission of this request would be refused with; capacity decides, not load."""
+    def admissible(self, request: Request, now: float = 0.0) -> None:
+        """Raises what a submission of this request would be refused with."""
         if self._down is not None:
             raise RingUnavailable(self._down)
         self._admission.check(request)
-        if self.waiting >= self._settings.queue_limit:
-            raise QueueFull(waiting=self.waiting, retry_after_s=1.0)
+        self.gate.check(request, self._jobs.values(), tuple(self._queue), now)
 
     # Events
 
@@ -161,6 +156,8 @@ class Scheduler:
                     self._end_epoch(reason)
             case events.RingDown(reason):
                 self._ring_down(reason)
+            case events.ReaderLags() | events.ReaderCaughtUp():
+                self._counter.pauses += readers.mark(event, (*self._jobs.values(), *self._queue))
             case events.Drafted():
                 pass  # the frame that waited for it is made below
             case events.SessionClosed(session):
@@ -173,16 +170,18 @@ class Scheduler:
                     self._store(self.retention.pin(prefix, tenant))
             case events.NodeDropped(node):
                 self.retention.index.lose([node])
+        self.gate.healing.look(event.now, heals=self.is_recovering)
         self._pump(event.now)
         return self._actions
 
     def _submit(self, event: events.Submitted) -> None:
-        self.admissible(event.request)
+        self.admissible(event.request, event.now)
         self._queue.push(self._admission.job_of(event))
         self._foresight.forget(event.request.session)
 
     def _end_job(self, job_id: JobId, error: RingserveError) -> None:
         job = self._jobs.get(job_id)
+        self._counter.failed(error)
         if job is not None:
             self._release(job)
             self._actions.append(events.Fail(job_id, error))
@@ -199,6 +198,7 @@ class Scheduler:
 
     def _finish(self, job: Job, reason: FinishReason, now: float) -> None:
         self._release(job)
+        self.gate.ended(job, now)
         self._tell_end(job, reason, now)
 
     def _tell_end(self, job: Job, reason: FinishReason, now: float) -> None:
@@ -334,7 +334,7 @@ class Scheduler:
             self._work_ahead()
 
     def _has_room(self) -> bool:
-        phases = {job.phase for job in self._jobs.values()}
+        phases = {job.phase for job in self._jobs.values() if not job.rests}
         return self._flight.has_room(phases, waiting=len(self._queue) > 0)
 
     def _admit(self, now: float) -> Job | None:

@@ -32,6 +32,8 @@ class History:
     text: str
     token_ids: tuple[int, ...]
     others: tuple[History, ...] = ()
+    # The text's length behind each id, where the last ids may be nobody's: drafts that failed lie in a lane, too.
+    ends: tuple[int, ...] = ()
 
     def branches(self) -> Iterator[History]:
         yield self

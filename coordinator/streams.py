@@ -86,6 +86,7 @@ class JobStream:
         event: JobEvent | None
         if self._started is not None:
             event, self._started = self._started, None
+            self.reader.took(0)
             return event
         if self._delta is not None:
             event, self._delta = _split(self._delta)
@@ -93,6 +94,7 @@ class JobStream:
             return event
         if self._recovering is not None:
             event, self._recovering = self._recovering, None
+            self.reader.took(0)
             return event
         if self._end is None:
             return None

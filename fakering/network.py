@@ -266,6 +266,14 @@ class Network:
         self._reached[stage] += 1
         return self._faults.of_stage(stage, nth, frame)
 
+    def kill(self, stage: int, now: float) -> None:
+        """The stage dies, with all that it kept, and it is known at once."""
+        self._kill(stage, 0.0, now)
+
+    def hold_up(self, stage: int, until: float) -> None:
+        """What reaches the stage before then waits."""
+        self._free_at[stage] = max(self._free_at[stage], until)
+
     def _kill(self, stage: int, keeps: float, noticed_at: float) -> None:
         if stage not in self.dead:
             self.dead[stage] = keeps

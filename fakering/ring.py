@@ -103,8 +103,8 @@ class FakeRing:
 
     def fail(self, stage: int) -> None:
         """The stage dies, now."""
-        if self._down is None:
-            self._go_down(self.network.lose(stage))
+        self.network.kill(stage, self._clock.now())
+        self._pump()
 
     def hold_up(self, stage: int, seconds: float) -> None:
         """The stage computes nothing more for a while."""

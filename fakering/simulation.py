@@ -1,53 +1,57 @@
 """A whole coordinator core over a fake network in virtual time, without asyncio: what a fuzzer
 runs.
 
-Feeds the real scheduler, carries out its actions on the network, and holds every stream against the
-oracle after each event. It decides nothing of its own: same plan, same faults, same run. Breaches
-raise SimulationFailed.
+Feeds the real scheduler, carries out its actions on the network, and holds every stream against the oracle, every
+opening against a second opinion and every epoch against what the stages really hold. It decides nothing of its own:
+same plan, same faults, same run. Breaches raise SimulationFailed.
 """
 
 from __future__ import annotations
 
 import heapq
-import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from coordinator import events
 from coordinator.config import SchedulerSettings
 from coordinator.drafters.ngram import NgramDrafter
 from coordinator.drafters.none import NoDrafter
-from coordinator.errors import Cancelled, ConstraintFailed, RingLost, RingserveError
-from coordinator.events import (
-    Action,
-    Emit,
-    EpochOpened,
-    Event,
-    Fail,
-    JobEnded,
-    NextKnown,
-    OpenEpoch,
-    ReplyArrived,
-    ReplyOverdue,
-    RingBroken,
-    Send,
-    Submitted,
+from coordinator.errors import (
+    Cancelled,
+    ContextTooLong,
+    QueueFull,
+    RingLost,
+    RingserveError,
+    RingUnavailable,
 )
-from coordinator.foresight import Wish
-from coordinator.frames import Epoch, JobId, LaneId, Reply, Seq
+from coordinator.frames import Epoch, Frame, JobId, LaneId, NodeId, OpenLane, Reply, Seq
+from coordinator.held import Holding
 from coordinator.nodes import root_of
-from coordinator.requests import Finished, Request, SamplingSpec, SessionId, Started, TokenDelta
+from coordinator.requests import Finished, JobEvent, Recovering, SessionId, Started
 from coordinator.scheduler import Scheduler
-from fakering.faults import FaultScript
+from fakering.checks import Promises, QuietCheck, Recoveries, check_seats, sessions_of
+from fakering.clients import Clients, PlayedJob
+from fakering.faults import LEG_FAULTS, RING_FAULTS, FaultScript, GatewayRestart, Lose, Stall
 from fakering.model import FakeModel
 from fakering.network import Network, Pace
 from fakering.owners import Crossed, Owners
+from fakering.plan import PlannedJob
+from fakering.reference import Asked, Reference
 from fakering.ring import describe
-from fakering.toys import ToyConstraint, random_toy
+from fakering.truth import Breach, check_agreed, check_rows, require
 
 _MAX_EVENTS = (
     20_000  # a run of 8 jobs takes some hundreds; more means that it goes round in circles
 )
+_STORY_EVENTS = 40
+# Of a client whose last turn has not ended, or whose server is gone, until it looks again.
+_PATIENCE_S = 0.15
+# Of a new coordinator, between two attempts to take the ring over.
+_AWAY_S = 0.5
+# Whatever else these faults cost, no stage loses rows without its ring noticing.
+_NOTICED = (*LEG_FAULTS, *RING_FAULTS, GatewayRestart, Lose, Stall)
 
 
 class SimulationFailed(AssertionError):
@@ -56,51 +60,11 @@ class SimulationFailed(AssertionError):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedJob:
-    """A turn to play. With `follows`, its prompt is that job's prompt and answer, then `prompt`; with `again`,
-    just that job's prompt.
-    """
-
-    at_s: float
-    prompt: tuple[int, ...]
-    session: str | None = None
-    follows: int | None = None
-    again: bool = False
-    max_new_tokens: int = 12
-    seed: int | None = None  # None: greedy
-    draft: bool = True
-    cancel_after_s: float | None = None
-    constraint: ToyConstraint | None = None
-    # When it has finished, the session's next prompt is known to begin with so much of its own prompt and answer,
-    # and with these tokens behind it. None: nothing is known.
-    next_keeps: int | None = None
-    next_adds: tuple[int, ...] = ()
-    tenant: str = ""
-
-
-@dataclass(slots=True)
-class PlayedJob:
-    """What became of it. `started` is the last word on what was reused."""
-
-    request: Request
-    expected: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    started: Started | None = None
-    finished: Finished | None = None
-    error: RingserveError | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.finished is not None or self.error is not None
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class _Due:
     when: float
     order: int
-    what: PlannedJob | JobId | Epoch | tuple[Epoch, Seq] = field(compare=False)
-    job: JobId | None = field(compare=False, default=None)
+    act: Callable[[], None] = field(compare=False)
 
 
 class Simulation:
@@ -116,6 +80,7 @@ class Simulation:
         host_rows: int = 0,
         state_rows: int = 0,
         checkpoints: int = 0,
+        rest_s: float = 3.0,
         settings: SchedulerSettings,
         faults: FaultScript = (),
         end_tokens: frozenset[int] = frozenset(),
@@ -129,42 +94,80 @@ class Simulation:
             checkpoints=checkpoints,
         )
         pace = Pace(0.01, 0.001)
-        self.network = Network(stages, lanes, max_rows, model, faults, pace, host_rows, state_rows)
+        self.network = Network(
+            stages, lanes, max_rows, model, faults, pace, host_rows, state_rows, rest_s
+        )
+        self.network.at_rest = check_agreed
         self.scheduler = Scheduler("sim", self.info, settings)
-        self.jobs: dict[JobId, PlayedJob] = {}
+        self.clients = Clients(plan, model, max_rows, end_tokens)
         tenants = {JobId(index): planned.tenant for index, planned in enumerate(plan)}
-        roots = {root_of(described.model_fingerprint, t): t for t in set(tenants.values())}
-        self._owners = Owners(lanes, tenants, roots)
-        self.refusals = 0
-        self.epochs = 0
+        self._roots = {t: root_of(described.model_fingerprint, t) for t in set(tenants.values())}
+        self._owners = Owners(lanes, tenants, {root: t for t, root in self._roots.items()})
+        slack = settings.min_copy_rows
+        self._reference = Reference(lanes, state_rows, slack, self._asked)
+        self._promises = Promises(self._reference, 2 * (slack - 1))
+        self._quiet = QuietCheck(self.info, self.network, self._reference)
+        self._recoveries = Recoveries(settings)
+        # Only where all of them can be kept: see Promises.
+        roomy = exact and not state_rows and host_rows >= len(plan) * max_rows
+        self._promising = roomy and all(isinstance(fault, _NOTICED) for fault in faults)
+        self.refusals = self.epochs = self.restarts = self.void_replies = 0
         self.now = 0.0
-        self._plan = plan
-        self._model = model
+        self.plan = tuple(plan)
         self.faults = faults
-        self._end_tokens = end_tokens
+        self._harmed = not all(isinstance(fault, GatewayRestart) for fault in faults)
+        self._settings = settings
         self._due: list[_Due] = []
         self._order = 0
-        self._events: deque[Event] = deque()
+        self._events: deque[events.Event] = deque()
+        self._story: deque[events.Event] = deque(maxlen=_STORY_EVENTS)
         self._watched: tuple[Epoch, Seq] | None = None
+        self._epoch = Epoch(0)  # the last one that anybody asked for
+        self._is_away = False  # there is no coordinator just now
+        self._sessions: tuple[SessionId | None, ...] = ()  # of each lane, when the epoch ended
         for index, planned in enumerate(plan):
-            self._later(planned.at_s, planned, JobId(index))
+            self._later(planned.at_s, partial(self._submit, planned, JobId(index)))
+        for fault in faults:
+            if isinstance(fault, GatewayRestart):
+                self._later(fault.at_s, self._restart)
+
+    @property
+    def jobs(self) -> dict[JobId, PlayedJob]:
+        return self.clients.jobs
+
+    # Time
 
     def run(self) -> None:
         """Plays everything to its end and checks the invariants after every event."""
+        for _ in range(_MAX_EVENTS):
+            if not self._step():
+                break
+        else:
+            raise self._failed("the run goes on for ever")
         try:
-            for _ in range(_MAX_EVENTS):
-                if not self._step():
-                    break
-            else:
-                raise SimulationFailed("the run goes on for ever")
-        except Crossed as crossed:
-            raise SimulationFailed(f"at {self.now:.3f} s: {crossed}") from crossed
-        for job in self.jobs.values():
-            self._require(job.ended, "a job never ended")
-        self._require(self.scheduler.lanes.busy == 0, "a lane is still busy")
-        self._require(self.scheduler.waiting == 0, "a job still waits")
+            for number, job in self.jobs.items():
+                require(job.ended, f"job {number} never ended")
+            require(self.scheduler.lanes.busy == 0, "a lane is still busy")
+            require(self.scheduler.waiting == 0, "a job still waits")
+        except Breach as breach:
+            raise self._failed(breach) from breach
 
     def _step(self) -> bool:
+        """Lets the next thing happen; False when there is none. Raises SimulationFailed."""
+        try:
+            return self._happens()
+        except (Breach, Crossed, RingserveError) as breach:
+            raise self._failed(breach) from breach
+
+    def _failed(self, breach: object) -> SimulationFailed:
+        told = "\n  ".join(map(events.story_line, self._story))
+        struck = "\n  ".join(map(str, self.network.struck)) or "none"
+        kind = "" if isinstance(breach, Breach | str) else f"{type(breach).__name__}: "
+        return SimulationFailed(
+            f"at {self.now:.3f} s: {kind}{breach}\nevents:\n  {told}\nfaults that struck:\n  {struck}"
+        )
+
+    def _happens(self) -> bool:
         network_due = self.network.next_due()
         own_due = self._due[0].when if self._due else None
         if network_due is None and own_due is None:
@@ -177,219 +180,220 @@ class Simulation:
         else:
             due = heapq.heappop(self._due)
             self.now = max(self.now, due.when)
-            self._happen(due)
+            due.act()
         self._check()
         return True
 
+    def _later(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._due, _Due(when, self._order, act))
+        self._order += 1
+
     def _outcome(self, outcome: Reply | RingLost) -> None:
         if isinstance(outcome, RingLost):
-            self._feed(RingBroken(self.scheduler.ledger.epoch, str(outcome), self.now))
+            self._feed(events.RingBroken(self.scheduler.ledger.epoch, str(outcome), self.now))
             return
         self.refusals += len(outcome.refusals)
-        self._require(bool(self.faults) or not outcome.refusals, f"refused: {outcome.refusals}")
-        self._require(bool(self.faults) or not outcome.lost, "a node was lost without a fault")
-        self._feed(ReplyArrived(outcome, self.now))
+        self.void_replies += outcome.epoch != self.scheduler.ledger.epoch
+        require(self._harmed or not outcome.refusals, f"refused: {outcome.refusals}")
+        require(self._harmed or not outcome.lost, "a node was lost without a fault")
+        self._feed(events.ReplyArrived(outcome, self.now))
 
-    def _happen(self, due: _Due) -> None:
-        match due.what:
-            case PlannedJob():
-                assert due.job is not None
-                self._submit(due.what, due.job)
-            case (epoch, seq):
-                self._feed(ReplyOverdue(epoch, seq, self.now))
-            case int() if due.job is not None:
-                if not self.jobs[due.job].ended:
-                    self._feed(JobEnded(due.job, Cancelled(), self.now))
-            case epoch:
-                self._open_epoch(Epoch(epoch))
-
-    def _open_epoch(self, epoch: Epoch) -> None:
-        held = self.network.open_epoch(epoch)
-        self._owners.new_epoch(held)
-        self._feed(EpochOpened(epoch, held, self.now))
+    # Clients
 
     def _submit(self, planned: PlannedJob, job: JobId) -> None:
-        before: tuple[int, ...] = ()
-        if planned.follows is not None:
-            earlier = self.jobs.get(JobId(planned.follows))
-            if (
-                earlier is None or not earlier.ended
-            ):  # a client sends its next turn when the last one has ended
-                self._later(self.now + 0.05, planned, job)
-                return
-            before = earlier.request.prompt
-            if not planned.again:
-                before = (*before, *earlier.tokens)
-        request = self._request(planned, before)
-        self.jobs[job] = PlayedJob(request, self._oracle(request))
+        if self.clients.waits(job) or self._is_away:
+            self._later(self.now + _PATIENCE_S, partial(self._submit, planned, job))
+            return
+        request = self.clients.ask(job)
         try:
             self.scheduler.admissible(request)
-        except RingserveError as refused:
+        except (ContextTooLong, QueueFull) as refused:
+            self.jobs[job].error = refused
+            return
+        except RingUnavailable as refused:
+            require(self.scheduler.down is not None, "a ring that is up takes no jobs")
             self.jobs[job].error = refused
             return
         drafter = NgramDrafter() if request.draft else NoDrafter()
-        self._feed(Submitted(job, request, drafter, self.now))
+        self._feed(events.Submitted(job, request, drafter, self.now))
         if planned.cancel_after_s is not None:
-            self._later(self.now + planned.cancel_after_s, job, job)
+            self._later(self.now + planned.cancel_after_s, partial(self._cancel, job))
 
-    def _request(self, planned: PlannedJob, before: tuple[int, ...]) -> Request:
-        sampling = SamplingSpec(temperature=0.0)
-        if planned.seed is not None:
-            sampling = SamplingSpec(temperature=0.8, seed=planned.seed)
-        return Request(
-            prompt=(*before, *planned.prompt),
-            sampling=sampling,
-            max_new_tokens=planned.max_new_tokens,
-            stop_tokens=self._end_tokens,
-            session=SessionId(planned.session) if planned.session is not None else None,
-            draft=planned.draft,
-            tenant=planned.tenant,
-            constraint=planned.constraint,
-        )
-
-    def _feed(self, event: Event) -> None:
-        self._events.append(event)
-        while self._events:
-            for action in self.scheduler.on(self._events.popleft()):
-                self._carry_out(action)
-        self._watch_oldest()
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Send(frame):
-                self._owners.sent(frame)
-                try:
-                    self.network.send(frame, self.now)
-                except RingLost as lost:
-                    epoch = self.scheduler.ledger.epoch
-                    self._events.append(RingBroken(epoch, str(lost), self.now))
-            case Emit(job, event):
-                played = self.jobs[job]
-                self._require(not played.ended, "an event behind the end")
-                if isinstance(event, Started):
-                    self._require(played.started is None, "started twice")
-                    played.started = event
-                elif isinstance(event, TokenDelta):
-                    played.tokens.extend(event.tokens)
-                elif isinstance(event, Finished):
-                    played.finished = event
-                    self._foresee(job)
-            case Fail(job, error):
-                self._require(not self.jobs[job].ended, "failed behind the end")
-                self.jobs[job].error = error
-            case OpenEpoch(epoch, _, delay_s):
-                self.epochs += 1
-                self._later(self.now + delay_s + 0.1, epoch)
+    def _cancel(self, job: JobId) -> None:
+        if not self.jobs[job].ended:
+            self._feed(events.JobEnded(job, Cancelled(), self.now))
 
     def _foresee(self, job: JobId) -> None:
-        planned, played = self._plan[job], self.jobs[job]
-        if planned.next_keeps is None or played.request.session is None:
-            return
-        told = (*played.request.prompt, *played.tokens)[: planned.next_keeps]
-        if told or planned.next_adds:
-            tokens = (*told, *planned.next_adds)
-            wish = Wish(played.request.session, tokens, tenant=planned.tenant)
+        wish = self.clients.wish(job)
+        if wish is not None:
             self._owners.wished(wish)
-            self._events.append(NextKnown(wish, self.now))
+            self._events.append(events.NextKnown(wish, self.now))
 
-    def _later(
-        self,
-        when: float,
-        what: PlannedJob | JobId | Epoch | tuple[Epoch, Seq],
-        job: JobId | None = None,
-    ) -> None:
-        heapq.heappush(self._due, _Due(when, self._order, what, job))
-        self._order += 1
+    def _asked(self, job: JobId) -> Asked:
+        played = self.jobs[job]
+        return Asked(played.context, played.request.reuse, played.ended)
+
+    # The driver's part
+
+    def _feed(self, event: events.Event) -> None:
+        if self._is_away:
+            return
+        self._events.append(event)
+        while self._events:
+            self._handle(self._events.popleft())
+        self._watch_oldest()
+
+    def _handle(self, event: events.Event) -> None:
+        self._story.append(event)
+        if isinstance(event, events.ReplyArrived) and self._reference.answered(event.reply):
+            self._recoveries.answered()
+        ran = [job for job in self._reference.opened if not self.jobs[job].ended]
+        was_down, sessions = self.scheduler.down is not None, sessions_of(self.scheduler)
+        actions = self.scheduler.on(event)
+        told = [a.job for a in actions if isinstance(a, events.Emit) and _is_recovering(a.event)]
+        ended = [action for action in actions if isinstance(action, events.OpenEpoch)]
+        require(len(ended) <= 1, "an epoch ends twice")
+        require(not told or bool(ended), "a loss is told that is none")
+        for opening in ended:
+            self._sessions = sessions
+            self._recoveries.check_ended(opening.delay_s, told, ran)
+            self._reference.ended()
+        if self.scheduler.down is not None and not was_down:
+            self._recoveries.check_given_up()
+        if isinstance(event, events.EpochOpened):
+            self._begin(event.held)
+        for action in actions:
+            self._carry_out(action)
+
+    def _carry_out(self, action: events.Action) -> None:
+        match action:
+            case events.Send(frame):
+                self._send(frame)
+            case events.Emit(job, event):
+                self._tell(job, event)
+            case events.Fail(job, error):
+                is_down = self.scheduler.down is not None
+                self.clients.fail(job, error, is_down=is_down)
+            case events.OpenEpoch(epoch, _, delay_s):
+                self.epochs += 1
+                require(epoch == self._epoch + 1, f"epoch {epoch} follows {self._epoch}")
+                self._epoch = epoch
+                self._later(self.now + delay_s + 0.1, partial(self._open_epoch, epoch))
+
+    def _send(self, frame: Frame) -> None:
+        self._owners.sent(frame)
+        if self._promising:
+            self._check_promises(frame)
+        self._reference.sent(frame)
+        try:
+            self.network.send(frame, self.now)
+        except RingLost as lost:
+            epoch = self.scheduler.ledger.epoch
+            self._events.append(events.RingBroken(epoch, str(lost), self.now))
+
+    def _check_promises(self, frame: Frame) -> None:
+        for op in frame.ops:
+            if not isinstance(op, OpenLane) or op.job not in self.jobs:
+                continue
+            follows, played = self.plan[op.job].follows, self.jobs[op.job]
+            if follows is not None and played.started is None and played.request.reuse:
+                self._promises.check(op.job, JobId(follows), op.root, played.request.prompt)
+
+    def _tell(self, job: JobId, event: JobEvent) -> None:
+        self.clients.tell(job, event)
+        match event:
+            case Started():
+                self._check_started(job, event)
+            case Finished():
+                if self._promising:
+                    self._promises.finished(job, self.jobs[job].context, self._root(job))
+                self._foresee(job)
+
+    def _root(self, job: JobId) -> NodeId:
+        return self._roots[self.plan[job].tenant]
 
     def _watch_oldest(self) -> None:
         seq = self.scheduler.oldest_in_flight
         watched = None if seq is None else (self.scheduler.ledger.epoch, seq)
         if watched is not None and watched != self._watched:
-            self._later(self.now + self.scheduler.reply_deadline_s, watched)
+            late = partial(self._overdue, *watched)
+            self._later(self.now + self.scheduler.reply_deadline_s, late)
         self._watched = watched
+
+    def _overdue(self, epoch: Epoch, seq: Seq) -> None:
+        if (epoch, seq) == self._watched:
+            self._feed(events.ReplyOverdue(epoch, seq, self.now))
+
+    # Epochs
+
+    def _open_epoch(self, epoch: Epoch) -> None:
+        if self._is_away or epoch != self._epoch:
+            return  # who asked for it is gone
+        try:
+            held = self._held(epoch)
+        except RingLost as lost:
+            self._feed(events.EpochFailed(epoch, str(lost), self.now))
+            return
+        self._feed(events.EpochOpened(epoch, held, self.now))
+
+    def _held(self, epoch: Epoch) -> Holding:
+        """Raises RingLost."""
+        held = self.network.open_epoch(epoch, self.now)
+        self._quiet.check_opened(held)
+        self._owners.new_epoch(held)
+        return held
+
+    def _begin(self, held: Holding) -> None:
+        """The coordinator goes on from what is held, and has sent nothing yet."""
+        trusted = self._recoveries.trusted
+        check_seats(self._sessions, self.scheduler, held, trusted=trusted)
+        self._reference.begun(held, trusted=trusted)
+        self._promises.begun()
+
+    def _restart(self) -> None:
+        """The coordinator is gone with its jobs; another one will ask the stages what they hold."""
+        if self._is_away:
+            return
+        self._is_away = True
+        self.restarts += 1
+        self._events.clear()
+        self.clients.desert()
+        self._later(self.now + _AWAY_S, self._take_over)
+
+    def _take_over(self) -> None:
+        self._epoch = Epoch(self._epoch + 1)
+        try:
+            held = self._held(self._epoch)
+        except RingLost:
+            self._later(self.now + _AWAY_S, self._take_over)
+            return
+        self._is_away = False
+        self.scheduler = Scheduler(
+            "sim", replace(self.info, epoch=self._epoch, held=held), self._settings
+        )
+        self._recoveries = Recoveries(self._settings)
+        self._sessions = sessions_of(self.scheduler)
+        self._reference.forget()
+        self._begin(held)
 
     # Invariants
 
     def _check(self) -> None:
-        for played in self.jobs.values():
-            self._check_stream(played)
+        is_open = not self._is_away and not self.scheduler.is_recovering
+        if is_open and self.scheduler.down is None and self.scheduler.oldest_in_flight is None:
+            self._quiet.check(self.scheduler, harmed=self._harmed)
+
+    def _check_started(self, job: JobId, started: Started) -> None:
+        """What is said to be reused is what the lane was opened with, and on every stage."""
+        rows = started.cached_prefix
+        require(rows == self._reference.opened.get(job), f"job {job} did not start at {rows}")
+        reused = self.jobs[job].context[:rows]
+        lane = LaneId(started.lane)
         for stage in self.network.stages:
-            rows = sum(kept.end - kept.start for kept in stage.kept.values())
-            self._require(rows <= self.info.host_rows, f"a store of {rows} rows")
-            states = sum(kept.state is not None for kept in stage.kept.values())
-            self._require(states <= self.info.checkpoints, f"a store of {states} checkpoints")
-        if not self.faults and self.scheduler.oldest_in_flight is None:
-            self._check_replicas()
-
-    def _check_stream(self, played: PlayedJob) -> None:
-        got, expected = tuple(played.tokens), played.expected
-        if got != expected[: len(got)]:
-            raise SimulationFailed(f"at {self.now:.3f} s: wrong tokens: {got} for {expected}")
-        self._require(played.finished is None or got == expected, "finished early")
-        if isinstance(played.error, ConstraintFailed):
-            self._require(got == expected, "a constraint failed early")
-
-    def _oracle(self, request: Request) -> tuple[int, ...]:
-        count = min(request.max_new_tokens, self.info.max_rows - len(request.prompt))
-        toy = request.constraint
-        if isinstance(toy, ToyConstraint) and toy.fails_at is not None:
-            count = min(count, toy.fails_at)
-            toy = replace(toy, fails_at=None)
-        ends = self._end_tokens
-        return self._model.oracle(request.prompt, count, request.sampling, ends, toy)
-
-    def _check_replicas(self) -> None:
-        replica = self.scheduler.ledger
-        for lane in map(LaneId, range(replica.lanes)):
-            ours = replica.tokens(lane)
-            for stage in self.network.stages:
-                theirs = stage.ledger.tokens(lane)
-                self._require(ours == theirs, f"replicas differ in lane {lane}")
-        nodes = set(replica.nodes.ids())
-        for stage in self.network.stages:
-            known = stage.ledger.memos.known
-            self._require(replica.memos.known == known, "replicas know other memos")
-            self._require(nodes == set(stage.ledger.nodes.ids()), "replicas know other nodes")
-            self._require(nodes == stage.kept.keys(), "a stage keeps other rows than nodes")
-
-    def _require(self, holds: bool, breach: str) -> None:
-        if not holds:
-            raise SimulationFailed(f"at {self.now:.3f} s: {breach}")
+            lacks = lane in stage.untold_lanes or stage.ledger.valid_rows(lane) < rows
+            if stage.index not in self.network.dead and not lacks:
+                check_rows(stage, lane, reused, first=rows + 1)
 
 
-def random_plan(
-    seed: int, jobs: int, vocab_size: int, *, head: int = 20, tenants: Sequence[str] = ("",)
-) -> tuple[PlannedJob, ...]:
-    """Turns of a few sessions over one shared head: follow-ups, branches, retries and cancellations. With several
-    tenants each job is one's of them, whatever it follows and whosever session it names.
-    """
-    owners = random.Random(f"tenants/{seed}")
-    dice = random.Random(seed)
-    resends = random.Random(f"resends/{seed}")
-    toys = random.Random(f"toys/{seed}")
-    shared = tuple(dice.randrange(vocab_size) for _ in range(head))
-    plan: list[PlannedJob] = []
-    for index in range(jobs):
-        follows = dice.randrange(index) if index and dice.random() < 0.5 else None
-        fresh = tuple(dice.randrange(vocab_size) for _ in range(dice.randint(1, 12)))
-        begins = shared[: dice.randint(0, head)] if follows is None else ()
-        again = follows is not None and resends.random() < 0.3
-        session = plan[follows].session if follows is not None else f"s{index}"
-        plan.append(
-            PlannedJob(
-                at_s=dice.uniform(0.0, 1.0),
-                prompt=() if again else (*begins, *fresh),
-                session=session if dice.random() < 0.8 else None,
-                follows=follows,
-                again=again,
-                max_new_tokens=dice.randint(1, 14),
-                seed=dice.choice((None, None, dice.randrange(1 << 32))),
-                draft=dice.random() < 0.8,
-                cancel_after_s=dice.uniform(0.0, 0.4) if dice.random() < 0.2 else None,
-                constraint=random_toy(toys, vocab_size + 1) if toys.random() < 0.3 else None,
-                next_keeps=dice.randint(0, 40) if dice.random() < 0.4 else None,
-                next_adds=tuple(dice.randrange(vocab_size) for _ in range(dice.randint(0, 20))),
-                tenant=owners.choice(tenants),
-            )
-        )
-    return tuple(plan)
+def _is_recovering(event: JobEvent) -> bool:
+    return isinstance(event, Recovering)

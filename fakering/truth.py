@@ -13,7 +13,7 @@ import numpy as np
 from coordinator.frames import NO_ROOT, LaneId, NodeId
 from coordinator.held import HeldLane, Holding
 from coordinator.nodes import Node
-from fakering.model import Hashes, context_hashes
+from fakering.model import Hashes, KeptRows, context_hashes
 from fakering.stages import FakeStage
 
 
@@ -44,25 +44,38 @@ def _check_state(state: int | None, context: Hashes, rows: int, where: str) -> N
     require(state == int(context[rows - 1]), f"{where}: a wrong state at row {rows}")
 
 
-def check_nodes(stage: FakeStage) -> None:
-    """What the stage keeps are the rows of its nodes, and no others."""
-    nodes = stage.ledger.nodes
-    where = f"stage {stage.index}"
-    require(stage.kept.keys() == set(nodes.ids()), f"{where} keeps other rows than nodes")
-    states = {node for node, kept in stage.kept.items() if kept.state is not None}
-    require(states == nodes.checkpoints, f"{where} keeps other states than checkpoints")
-    chains: dict[NodeId, tuple[int, ...]] = {}
-    for node in nodes.all():
-        before = chains[node.parent] if node.start else ()
-        chains[node.id] = (*before, *node.tokens)
-        _check_node(stage, node, chains[node.id])
+class RightNodes:
+    """Nodes of stages, each looked at once: what is kept never changes."""
+
+    def __init__(self) -> None:
+        self._right: dict[tuple[int, NodeId], KeptRows] = {}
+
+    def check(self, stage: FakeStage) -> None:
+        """What the stage keeps are the rows of its nodes, and no others."""
+        nodes, where = stage.ledger.nodes, f"stage {stage.index}"
+        require(stage.kept.keys() == set(nodes.ids()), f"{where} keeps other rows than nodes")
+        states = {node for node, kept in stage.kept.items() if kept.state is not None}
+        require(states == nodes.checkpoints, f"{where} keeps other states than checkpoints")
+        for node in nodes.all():
+            key, kept = (stage.index, node.id), stage.kept[node.id]
+            if self._right.get(key) is not kept:
+                _check_node(stage, node, _chain(stage, node))
+                self._right[key] = kept
+
+
+def _chain(stage: FakeStage, node: Node) -> tuple[int, ...]:
+    tokens = tuple(node.tokens)
+    while node.start:
+        node = stage.ledger.nodes[node.parent]
+        tokens = (*node.tokens, *tokens)
+    return tokens
 
 
 def _check_node(stage: FakeStage, node: Node, chain: Sequence[int]) -> None:
     where, kept = f"stage {stage.index}, node {node.id.hex()[:6]}", stage.kept[node.id]
     context = context_hashes(np.asarray(chain, dtype=np.uint64))
     require((kept.start, kept.end) == (node.start, len(chain)), f"{where}: other rows")
-    require(list(kept.tokens) == list(node.tokens), f"{where}: rows of other tokens")
+    require(kept.tokens.tolist() == list(node.tokens), f"{where}: rows of other tokens")
     require(np.array_equal(kept.activations, context[node.start :]), f"{where}: wrong rows")
     if kept.state is not None:
         require(kept.state == int(context[-1]), f"{where}: a wrong state")
@@ -90,25 +103,17 @@ def _check_lane(stages: Sequence[FakeStage], lane: LaneId, held: HeldLane) -> No
     rows = 0
     while all(rows < len(tokens) and tokens[rows] == known[0][rows] for tokens in known):
         rows += 1
-    if len(roots) > 1 or not _can_go_on(stages, lane, rows):
+    first = max(stage.ledger.holding().lane(lane).first for stage in stages)
+    if len(roots) > 1 or rows < first:
         rows = 0
     require(tuple(held.tokens) == known[0][:rows], f"lane {lane}: not what all stages have")
     require(held.root == (roots.pop() if rows else NO_ROOT), f"lane {lane}: another root")
-    first = rows
-    while first > 1 and _can_go_on(stages, lane, first - 1):
-        first -= 1
-    if rows and stages[0].ledger.state_rows:
-        require(max(held.first, 1) == first, f"lane {lane}: goes on from {held.first}, not {first}")
+    require(held.first == (first if rows else 0), f"lane {lane}: goes on from {held.first}")
     for stage in stages:
         check_rows(stage, lane, held.tokens, held.first)
 
 
-def _can_go_on(stages: Sequence[FakeStage], lane: LaneId, rows: int) -> bool:
-    recurrent = stages[0].ledger.state_rows > 0
-    return not recurrent or all(stage.rows.state(lane, rows) is not None for stage in stages)
-
-
-def check_opened(stages: Sequence[FakeStage], held: Holding) -> None:
+def check_opened(stages: Sequence[FakeStage], held: Holding, right: RightNodes) -> None:
     """Every stage begins the epoch with just this."""
     for stage in stages:
         has = stage.ledger.holding()
@@ -119,4 +124,4 @@ def check_opened(stages: Sequence[FakeStage], held: Holding) -> None:
         require(ids == {node.id: node for node in held.nodes}, f"{where} begins with other nodes")
         require(has.checkpoints == held.checkpoints, f"{where} begins with other checkpoints")
         require(len(stage.ledger.memos) == 0, f"{where} begins with memos of before")
-        check_nodes(stage)
+        right.check(stage)

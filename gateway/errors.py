@@ -72,8 +72,9 @@ ERROR_TABLE: Mapping[type[BaseException], WireError] = MappingProxyType(
         errors.ModelNotFound: WireError(
             grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error", "not_found_error"
         ),
+        # Anthropic's clients take a rate limit for their key's own; what is full here is everybody's.
         errors.QueueFull: WireError(
-            grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_error"
+            grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "overloaded_error"
         ),
         errors.RateLimited: WireError(
             grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_error"
@@ -84,8 +85,14 @@ ERROR_TABLE: Mapping[type[BaseException], WireError] = MappingProxyType(
         errors.TooManyViewers: WireError(
             grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "overloaded_error"
         ),
+        errors.TooManyConnections: WireError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "overloaded_error"
+        ),
         # As far as we know: what a grammar asks for may be more than its limits allow.
         errors.ConstraintFailed: _INVALID,
+        errors.SlowReader: WireError(
+            grpc.StatusCode.ABORTED, 408, "invalid_request_error", "invalid_request_error"
+        ),
         errors.StageLost: WireError(grpc.StatusCode.ABORTED, 500, "server_error", "api_error"),
         errors.DeadlineExceeded: WireError(
             grpc.StatusCode.DEADLINE_EXCEEDED, 504, "server_error", "api_error"
@@ -155,7 +162,7 @@ def _facts(error: BaseException) -> dict[str, str]:
         case errors.ClusterTooSmall():
             return {"wanted": error.wanted, "available": error.available}
         case errors.QueueFull():
-            return {"waiting": str(error.waiting)}
+            return {"waiting": str(error.waiting), "what": error.reason.value}
         case errors.RateLimited():
             return {"limit": str(error.limit), "what": error.what}
         case errors.RingUnavailable() | errors.StageLost() | errors.ConstraintFailed():

@@ -13,12 +13,15 @@ from functools import partial
 
 from coordinator.clock import Clock
 from coordinator.errors import DeadlineExceeded, InvalidValue, ModelNotFound
+from coordinator.held import HeldLane
 from coordinator.requests import UNLIMITED, Request, SamplingSpec
 from coordinator.router import Router
 from coordinator.sessions import History, gone_on, splice
 from gateway.chat.grammar import Grammars
+from gateway.chat.seams import as_far_as
 from gateway.chat.tokenizer import ChatTokenizer, RenderedPrompt
 from gateway.forms import answer_grammar
+from gateway.inherited import Inherited
 from gateway.limits import check_prompt, check_size, check_turn
 from gateway.open_turns import OpenTurn
 from gateway.turns import ChatPrompt, Prompt, TextPrompt, TokenPrompt, TurnRequest
@@ -55,6 +58,7 @@ class Preparation:
         self._workers = workers
         self._clock = clock
         self._rng = rng
+        self._inherited = Inherited(router, tokenizer)
         self._grammars = Grammars(tokenizer)
 
     def warm(self) -> None:
@@ -136,7 +140,9 @@ class Preparation:
         self._check_model(turn.model)
         check_turn(turn)
         history = self._router.history(turn.session) if turn.session else None
-        prompt = await self._read(turn.prompt, history, open_turn)
+        is_new = bool(turn.session) and history is None
+        lanes = self._inherited.lanes(turn.tenant) if is_new else ()
+        prompt = await self._read(turn.prompt, history, lanes, open_turn)
         constraint = None
         grammar = answer_grammar(self._tokenizer.answers, turn, prompt)
         if grammar is not None:
@@ -160,15 +166,23 @@ class Preparation:
         return PreparedTurn(turn.prompt, prompt, request)
 
     async def _read(
-        self, prompt: Prompt, history: History | None, open_turn: OpenTurn
+        self,
+        prompt: Prompt,
+        history: History | None,
+        lanes: tuple[HeldLane, ...],
+        open_turn: OpenTurn,
     ) -> RenderedPrompt:
         """The prompt's ids. Off the event loop: a long conversation takes tens of milliseconds."""
         check_prompt(prompt, self._router.info().max_rows)
         if isinstance(prompt, TokenPrompt):
             self.check_ids("token_ids", prompt.token_ids)
-        return await open_turn.read(self._workers.run(partial(self._reading, prompt, history)))
+        reading = partial(self._reading, prompt, history, lanes)
+        return await open_turn.read(self._workers.run(reading))
 
-    def _reading(self, prompt: Prompt, history: History | None) -> RenderedPrompt:
+    def _reading(
+        self, prompt: Prompt, history: History | None, lanes: tuple[HeldLane, ...] = ()
+    ) -> RenderedPrompt:
+        history = history or self._inherited.history(lanes)
         match prompt:
             case ChatPrompt(messages, tools, args, begun):
                 return self._tokenizer.render(messages, tools, args, history, begun=begun)
@@ -178,6 +192,7 @@ class Preparation:
                 return RenderedPrompt(self._tokenizer.decode(ids, skip_special=False), ids)
 
     def _encode(self, text: str, history: History | None) -> tuple[int, ...]:
+        history = as_far_as(history, text)
         cold = self._tokenizer.encode_prompt(text)
         begun = gone_on(history, text)
         if begun is None:

@@ -35,6 +35,7 @@ from gateway.answer import Answer
 from gateway.chat.messages import Message
 from gateway.chat.tokenizer import ChatTokenizer
 from gateway.forms import answer_parser
+from gateway.intake import Intake
 from gateway.next_turn import next_wish
 from gateway.observing.observers import TurnObserver, watching
 from gateway.open_turns import OpenTurn, OpenTurns
@@ -78,8 +79,10 @@ class GenerationService:
         rng: random.Random,
         observers: Sequence[TurnObserver] = (),
         quotas: Quotas | None = None,
+        intake: Intake | None = None,
     ) -> None:
         self.name = name
+        self.intake = intake or Intake(clock)
         self._router = router
         self._tokenizer = tokenizer
         self._clock = clock
@@ -158,7 +161,11 @@ class GenerationService:
         """Converts a request of so many bytes: beside the event loop, where prompts are read as well, when it is big,
         since 16 MB of small messages take a while. Raises QueueFull.
         """
-        return work() if nbytes <= _SMALL_BYTES else await self._workers.run(work)
+        try:
+            return work() if nbytes <= _SMALL_BYTES else await self._workers.run(work)
+        except QueueFull as full:
+            self.intake.told(full.reason)
+            raise
 
     async def generate(self, turn: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events: started, deltas, finished, and recovering wherever its ring heals. Raises RequestError,

@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from coordinator.errors import QueueFull
+from coordinator.errors import QueueFull, Shed
+from coordinator.overload import clamped
 
 T = TypeVar("T")
 
 # Templates are Python and share one core; tokenizers are not, and gain from more.
 _THREADS = 4
 _MAY_WAIT = 256
-_RETRY_AFTER_S = 1.0
+# How much of a task's time is believed.
+_BLEND = 0.1
 
 
 class Workers:
@@ -31,6 +34,7 @@ class Workers:
         self._most = threads
         self._may_wait = may_wait
         self._running = 0
+        self._task_s = 0.0  # what a task takes
         self._waiting: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
 
@@ -40,7 +44,9 @@ class Workers:
         future: asyncio.Future[T] = loop.create_future()
         with self._lock:
             if len(self._waiting) >= self._may_wait:
-                raise QueueFull(waiting=len(self._waiting), retry_after_s=_RETRY_AFTER_S)
+                waiting = len(self._waiting)
+                after_s = clamped(waiting * self._task_s / self._most)
+                raise QueueFull(waiting=waiting, retry_after_s=after_s, reason=Shed.READING)
             self._waiting.append(partial(_carry_out, work, future))
             if self._running == self._most:
                 return future
@@ -55,7 +61,9 @@ class Workers:
                     self._running -= 1
                     return
                 task = self._waiting.popleft()
+            begun = time.monotonic()
             task()
+            self._task_s += (time.monotonic() - begun - self._task_s) * _BLEND
 
 
 def _carry_out(work: Callable[[], T], future: asyncio.Future[T]) -> None:

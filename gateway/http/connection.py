@@ -1,12 +1,15 @@
 """One client's connection: how long it may take over sending a request, and how long it may leave an answer unread.
 
-Decides when a connection is given up; whose turn that ends is for the routes, which see a client that left.
+Decides when a connection is given up, and which is one too many. Whose turn that ends is for the routes, which see a
+client that left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +17,33 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coordinator.errors import TooManyConnections
+from gateway.http.anthropic.errors import ANTHROPIC
+from gateway.http.errors import error_response
+from gateway.http.openai.errors import OPENAI
+
 log = logging.getLogger(__name__)
 
 # The client has said all of its request, or will say nothing more.
 _ARRIVED = frozenset({h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR})
 _UNANSWERED = frozenset({h11.IDLE, h11.SEND_RESPONSE})
+# Of an answer that the system takes before its client reads. By itself it takes megabytes, hundreds of seconds of an
+# answer that nobody may be reading; this much is enough for 2 MB/s over 100 ms.
+_SEND_BYTES = 1 << 17
 # Bytes of further requests that are kept while one is answered.
 _MOST_AHEAD = 1 << 18
 
 
 class ConnectionConfig(uvicorn.Config):
-    """uvicorn's settings and ours. Both are seconds."""
+    """uvicorn's settings and ours. Connections beyond `most` are told so, and when to come back."""
 
-    def __init__(self, app: Any, *, request_s: float, unread_s: float, **others: Any) -> None:
+    def __init__(
+        self, app: Any, *, request_s: float, unread_s: float, most: int, **others: Any
+    ) -> None:
         super().__init__(app, http=Connection, **others)
         self.request_s = request_s
         self.unread_s = unread_s
+        self.most = most
 
 
 class Connection(H11Protocol):
@@ -44,8 +58,21 @@ class Connection(H11Protocol):
         self._arrival = _Deadline(self.loop, self.config.request_s, lambda: give_up(late))
         unread = "its answer was not read in time"
         self._reading = _Deadline(self.loop, self.config.unread_s, lambda: give_up(unread))
+        self._served, self.app = self.app, self._let_in
+
+    async def _let_in(self, scope: Any, receive: Any, send: Any) -> None:
+        app: Any = self._served
+        if len(self.connections) > self.config.most:
+            is_message = scope["path"].startswith("/v1/messages")
+            dialect = ANTHROPIC if is_message else OPENAI
+            too_many = TooManyConnections(self.config.most)
+            app = error_response(too_many, uuid.uuid4().hex, dialect)
+        await app(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES
+        )
         super().connection_made(transport)
         self._arrival.start()
 

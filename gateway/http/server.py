@@ -11,17 +11,19 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
-from coordinator.errors import InvalidSetting
+from coordinator.errors import CannotListen
 from gateway.http.app import make_app
 from gateway.http.connection import ConnectionConfig
 from gateway.http.draining import Draining
+from gateway.http.held import HoldingApp
 from gateway.http.status.feed import Feed
 from gateway.http.status.snapshot import Snapshots
+from gateway.listening import bound
 from gateway.observing.sights import Sights
 from gateway.safety.guard import OPEN, Guard
 from gateway.safety.tls import ServerTls
 from gateway.service import GenerationService
-from gateway.settings import HttpSettings
+from gateway.settings import PATIENCE, HttpSettings
 
 # Calls that wait to be accepted.
 _BACKLOG = 1024
@@ -42,14 +44,16 @@ async def serve_http(
     sights: Sights | None = None,
     guard: Guard = OPEN,
 ) -> AsyncIterator[str]:
-    """Listens and yields HOST:PORT; on leaving, running requests get `drain_s` to end. Raises InvalidSetting."""
+    """Listens and yields HOST:PORT; on leaving, running requests get `drain_s` to end. Raises CannotListen."""
     listening = _listen(settings)
     sights = sights or Sights()
     feed = Feed(Snapshots(service, sights).encoded)
     shown = (feed, sights.loading, sights.metrics)
     draining = Draining()
     config = ConnectionConfig(
-        make_app(service, settings.max_body_bytes, *shown, guard, draining),
+        HoldingApp(
+            make_app(service, settings.max_body_bytes, *shown, guard, draining), service.intake
+        ),
         ssl_context_factory=_context_factory(guard.tls),
         log_config=None,
         ws="none",
@@ -57,10 +61,9 @@ async def serve_http(
         lifespan="off",
         server_header=False,
         backlog=_BACKLOG,
-        # uvicorn turns away the one that reaches the number.
-        limit_concurrency=settings.max_connections + 1,
+        most=settings.max_connections,
         request_s=settings.request_s,
-        unread_s=settings.unread_s,
+        unread_s=settings.unread_s * PATIENCE,
     )
     server = _Server(config)
     host, port = listening.getsockname()[:2]
@@ -116,16 +119,11 @@ async def _end(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
 
 
 def _listen(settings: HttpSettings) -> socket.socket:
-    host = settings.host.strip("[]")
+    """Before the server runs: who is told the address may connect at once."""
+    listening = bound(settings.host, settings.port, "--http-port")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        # Before the server runs: who is told the address may connect at once.
         listening.listen(_BACKLOG)
-    except OSError as error:
-        raise InvalidSetting("http_port", f"cannot listen on {host}:{settings.port}") from error
+    except OSError as error:  # somebody else bound it, too, and was faster
+        listening.close()
+        raise CannotListen(f"cannot listen on port {settings.port}: {error}") from error
     return listening

@@ -40,8 +40,9 @@ _RECOVERING = b": recovering\n\n"
 # Seconds that a stream's headers wait for its first event, so that what is refused is refused with a status.
 _FIRST_EVENT_S = 2.0
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-# Events that a choice may be ahead of its reader; then its turn waits, and merges what comes.
-_AHEAD = 64
+# Events that a choice may be ahead of its reader; then its turn waits, and merges what comes. Few: each may be of many
+# tokens, and what waits in the turn's own stream is what lets its job rest.
+_AHEAD = 8
 
 
 class ClientGone(Exception):

@@ -17,7 +17,8 @@ from fakering.faults import Drop, FaultScript, Restart
 from fakering.fuzz import run_case
 from fakering.model import FakeModel
 from fakering.network import Network
-from fakering.simulation import PlannedJob, Simulation
+from fakering.plan import PlannedJob
+from fakering.simulation import Simulation
 from fakering.toys import ToyConstraint
 
 _VOCABULARY = 60

@@ -1,8 +1,7 @@
 """Chain nodes over several replicas: whatever is stored, lost, dropped and loaded, a lane's rows are its tokens'.
 
 A coordinator's replica and three stages, with frames between them. The stages here keep rows that know what they were
-computed from; one stage loses nodes. The coordinator is bolder than the real one: it loads what is not published, skips
-nodes, and claims what is not so. Nothing may be served from that but right rows.
+computed from; one loses nodes. The coordinator is bolder than the real one: it loads, skips and claims what is not so.
 """
 
 from __future__ import annotations

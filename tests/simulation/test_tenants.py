@@ -19,9 +19,11 @@ from coordinator.ledger import Ledger
 from coordinator.memos import MemoTable
 from coordinator.nodes import NodeTable, root_of
 from coordinator.requests import MissKind, SessionId
-from fakering.fuzz import random_case, run_case
+from fakering.cases import random_case
+from fakering.fuzz import run_case
 from fakering.model import FakeModel
-from fakering.simulation import PlannedJob, Simulation, SimulationFailed, random_plan
+from fakering.plan import PlannedJob, random_plan
+from fakering.simulation import Simulation, SimulationFailed
 
 _END_TOKEN = 59
 _MODEL = FakeModel(vocab_size=60, seed=3, quoting=0.5, end_token=_END_TOKEN, end_one_in=40)
@@ -165,7 +167,7 @@ def test_a_tenant_alone_is_served_as_if_there_were_none(seed: int) -> None:
 
 def test_the_fuzzer_draws_runs_in_which_two_tenants_want_the_same() -> None:
     """Else its verdict would be hollow."""
-    seeds = [s for s in range(60) if len(_tenants(random_case(s))) == 2]
+    seeds = [s for s in range(60) if len(_tenants(random_case(s).plan)) == 2]
     assert len(seeds) > 20
     runs = [run_case(seed) for seed in seeds]
     assert sum(run.scheduler.counts.reused_rows for run in runs) > 0
@@ -174,8 +176,8 @@ def test_the_fuzzer_draws_runs_in_which_two_tenants_want_the_same() -> None:
     assert sum(run.scheduler.counts.recalled for run in runs) > 0
 
 
-def _tenants(simulation: Simulation) -> set[str]:
-    return {planned.tenant for planned in simulation._plan}
+def _tenants(plan: Sequence[PlannedJob]) -> set[str]:
+    return {planned.tenant for planned in plan}
 
 
 def _without_tenants(fingerprint: str, tenant: str = "") -> NodeId:
