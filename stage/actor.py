@@ -28,6 +28,7 @@ from stage.config import RingConfig
 from stage.kv.outbox import Outbox
 from stage.lease import Owner, Tenure
 from stage.mirroring import Mirror, MirrorPlace
+from stage.news import Line, News
 from stage.processes import process_space
 from stage.runner import LoopEnd, Runner
 from stage.stage import Stage
@@ -73,6 +74,9 @@ class Probe:
     turn: int
     frames: int  # messages done with since its start
     busy_s: float  # that the frame in work has taken so far
+    stored: int = 0  # bytes of nodes in host memory
+    mirrored: int = 0  # of another stage's, which are kept here too
+    news: tuple[Line, ...] = ()  # what it has warned of since
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,8 @@ class StageActor:
         self._stage: Stage | None = None
         self._report: StageReport | None = None
         self._mirror: Mirror | None = None
+        self._news = News()
+        self._news.listen()
         self._runner = Runner()
         self._tenancy = Tenancy(config.lease_s, self._runner)
         if owner is not None:
@@ -123,7 +129,16 @@ class StageActor:
     def probe(self) -> Probe:
         self._watchdog.heard()
         pulse = self._runner.pulse
-        return Probe(self._runner.turn, pulse.frames, self._runner.busy_s())
+        stored = 0 if self._stage is None else self._stage.stored_bytes
+        mirrored = 0 if self._mirror is None else self._mirror.shelf.nbytes
+        return Probe(
+            self._runner.turn,
+            pulse.frames,
+            self._runner.busy_s(),
+            stored,
+            mirrored,
+            self._news.take(),
+        )
 
     # Loading
 
@@ -259,6 +274,7 @@ class StageActor:
                 "epoch": told.epoch,
                 "rows": told.rows,
                 "max_rows": told.config.max_rows,
+                "splits": told.config.splits,
                 "tenure": None if tenure is None else asdict(tenure),
             }
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ class StageReport:
     checkpoints: int = 0  # of which its store has room for so many
     resumable: tuple[NodeId, ...] = ()  # nodes on its disk with the state at their end
     memos: int = 0  # prompts whose last logits it has room for; only the tail has any
+    host: str = ""  # where it runs, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ def open_stage(
         checkpoints=checkpoints.capacity,
         resumable=checkpoints.on_disk(),
         memos=memos.slots,
+        host=socket.gethostname(),
     )
     return Stage(loaded.index, model, cores, store, checkpoints, memos), report
 
@@ -180,8 +183,7 @@ def _load(config: RingConfig, index: int, device: str, note: _Notes) -> ModelSli
 
 def ring_info(config: RingConfig, reports: Sequence[StageReport]) -> RingInfo:
     """Raises ModelUnusable when the stages do not belong together."""
-    if len({(report.protocol_version, report.fingerprint) for report in reports}) > 1:
-        raise ModelUnusable("the stages read different models or run different versions")
+    _check_alike(config, reports)
     head = reports[0]
     if config.splits[-1][1] != head.layers:
         raise ModelUnusable(f"the stages hold {config.splits[-1][1]} of {head.layers} layers")
@@ -213,6 +215,21 @@ def _on_disk(report: StageReport) -> Holding:
     """A stage without recurrent layers can go on from anywhere."""
     ids = report.resumable if report.recurrent else (node.id for node in report.stored)
     return Holding(nodes=report.stored, checkpoints=frozenset(ids))
+
+
+def _check_alike(config: RingConfig, reports: Sequence[StageReport]) -> None:
+    """Raises ModelUnusable, which names the first stage that differs from stage 0."""
+    head = reports[0]
+    for index, report in enumerate(reports):
+        here = f"stage {index} on {report.host}"
+        if report.protocol_version != head.protocol_version:
+            theirs, ours = report.protocol_version, head.protocol_version
+            raise ModelUnusable(f"{here} speaks protocol {theirs}, stage 0 on {head.host} {ours}")
+        if report.fingerprint != head.fingerprint:
+            raise ModelUnusable(
+                f"{here} reads another model in {config.model_dir} than stage 0 on {head.host}: "
+                "copy the same folder to every machine"
+            )
 
 
 class _Notes:

@@ -52,8 +52,8 @@ class RingConfig:
     spares: int = 0
     # Seconds, from here on. Resources that another ring has just given back show up again after a moment.
     place_s: float = 10.0
-    # A process and its imports: 5 on 2 busy cores; Ray itself takes 5 to end a stopped one that had the place.
-    start_s: float = 60.0
+    # A process and its imports: 5 on 2 idle cores, 30 on crowded ones. Ray takes 5 to end a stopped one before it.
+    start_s: float = 120.0
     # Without any progress of a load: the numerics of a large slice are probed for minutes on a CPU.
     load_s: float = 300.0
     # To finish the frame being computed: a chunk of 512 rows takes four on a CPU core.

@@ -30,10 +30,6 @@ from stage.stage import Stage
 log = logging.getLogger(__name__)
 
 
-# Seconds that a stage gets to finish its frame when an epoch ends: a chunk of 512 rows takes four on a CPU core.
-_REST_S = 15.0
-
-
 class LocalRing:
     """Implements coordinator.ring.Ring. Belongs to the event loop that it was started on."""
 
@@ -44,6 +40,7 @@ class LocalRing:
         self._progress: ProgressSink = _ignored
         self._stages: list[Stage | None] = []  # None: lost
         self._threads: list[_StageThread] = []
+        self._replaced = 0
 
     async def start(self, progress: ProgressSink) -> RingInfo:
         """A second start ends what the first one made."""
@@ -95,7 +92,7 @@ class LocalRing:
         """Ends the threads, not their stages; one that does not end in time is lost, and left to itself."""
         self._halt()
         for index, thread in enumerate(self._threads):
-            await asyncio.to_thread(thread.join, _REST_S)
+            await asyncio.to_thread(thread.join, self._config.rest_s)
             if thread.broke or thread.is_alive():
                 self._stages[index] = None
         self._threads = []
@@ -112,6 +109,7 @@ class LocalRing:
             raise RingLost(index, f"could not be replaced: {error}") from error
         stage.join(self.capacity().state_rows)
         self._stages[index] = stage
+        self._replaced += 1
         return stage
 
     def submit(self, frame: Frame) -> None:
@@ -124,7 +122,8 @@ class LocalRing:
     def health(self) -> RingHealth:
         if self._replies is None:
             return RingHealth(False, "not started")
-        return RingHealth(self._replies.loss is None, self._replies.loss or "")
+        loss = self._replies.loss
+        return RingHealth(loss is None, loss or "", replaced=self._replaced)
 
     async def stop(self) -> None:
         if self._replies is not None:
@@ -132,10 +131,12 @@ class LocalRing:
         self._halt()
         threads, self._threads = self._threads, []
         for thread in threads:
-            await asyncio.to_thread(thread.join)
+            await asyncio.to_thread(thread.join, self._config.rest_s)
+        # One that computes on is left to itself: the process ends without it.
+        busy = [thread.stage for thread in threads if thread.is_alive()]
         stages, self._stages = self._stages, []
         for stage in stages:
-            if stage is not None:
+            if stage is not None and stage not in busy:
                 await asyncio.to_thread(stage.close)
         self._replies = None
 

@@ -22,9 +22,9 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Shelved(msgspec.Struct, tag="shelved", frozen=True):
-    """What the neighbour keeps, in the order in which it is best given back."""
+    """What the neighbour keeps, by what stamps, in the order in which it is best given back."""
 
-    keys: tuple[Key, ...]
+    stamps: tuple[tuple[Key, int], ...]
 
 
 class Wanted(msgspec.Struct, tag="wanted", frozen=True):
@@ -47,6 +47,7 @@ class _RecordHead(msgspec.Struct, tag="record", frozen=True):
     node: NodeId
     parent: NodeId
     holds: str
+    stamp: int
 
 
 Said = Hello | Shelved | Wanted | Absent | Dropped | Record
@@ -58,7 +59,7 @@ _DECODER = msgspec.msgpack.Decoder(Hello | Shelved | Wanted | Absent | Dropped |
 def encode(said: Said) -> list[Buffer]:
     """A record's parts are its own: nobody may write to them any more."""
     if isinstance(said, Record):
-        head = _ENCODER.encode(_RecordHead(said.node, said.parent, said.holds))
+        head = _ENCODER.encode(_RecordHead(said.node, said.parent, said.holds, said.stamp))
         return [head, said.head, said.payload]
     return [_ENCODER.encode(said)]
 
@@ -68,6 +69,6 @@ def decode(parts: Sequence[Buffer]) -> Said | None:
         said = _DECODER.decode(parts[0])
         if not isinstance(said, _RecordHead):
             return said
-        return Record(said.node, said.parent, said.holds, parts[1], parts[2])
+        return Record(said.node, said.parent, said.holds, said.stamp, parts[1], parts[2])
     except (msgspec.MsgspecError, UnicodeDecodeError, IndexError):
         return None

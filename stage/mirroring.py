@@ -23,8 +23,8 @@ from stage.transport import Channel, Endpoint, Link
 
 log = logging.getLogger(__name__)
 
-# A neighbour that is silent for so long gives nothing more back: between hosts a record of 100 MB takes one second.
-_SILENT_S = 5.0
+# A neighbour that is silent for so long gives nothing more back: at 1 Gbit/s a record of 100 MB takes one second.
+_SILENT_S = 10.0
 # Records asked for that have not come yet: more than one, so that none waits for the way of the question.
 _ASKED_AHEAD = 3
 
@@ -158,7 +158,7 @@ def keep(answers: Channel, shelf: MirrorShelf) -> None:
                 answers.send(encode(shelf.get(said.key) or Absent(said.key)))
             elif isinstance(said, Hello):
                 shelf.budget = min(most, said.budget)
-                answers.send(encode(Shelved(shelf.for_giving())))
+                answers.send(encode(Shelved(tuple(shelf.for_giving().items()))))
     finally:
         answers.close()
 
@@ -173,7 +173,7 @@ class Telling:
         self._outbox = outbox
         self._is_over = is_over
         self._owed = 0  # answers to come, of which nobody wants to know any more
-        self._there: tuple[Key, ...] | None = None
+        self._there: dict[Key, int] | None = None
         channel.send(encode(Hello(budget)))
 
     def take_back(self, stage: TakesBack, within_s: float) -> GivenBack:
@@ -183,6 +183,7 @@ class Telling:
         records = nbytes = 0
         for record in self._asked(wanted, began + within_s):
             if stage.take_back(record):
+                self._outbox.came_from_there(record)
                 records, nbytes = records + 1, nbytes + len(record.payload)
         return GivenBack(records, nbytes, len(wanted) - records, time.monotonic() - began)
 
@@ -203,15 +204,15 @@ class Telling:
     def close(self) -> None:
         self._channel.close()
 
-    def _shelved(self, within_s: float | None) -> tuple[Key, ...]:
+    def _shelved(self, within_s: float | None) -> dict[Key, int]:
         """What the neighbour has; nothing when it does not say so in time."""
         if self._there is None:
             parts = self._channel.receive(None if within_s is None else min(within_s, _SILENT_S))
             if parts is None:
-                return ()
+                return {}
             said = decode(parts)
             # Where that cannot be read, all is sent to it anew.
-            self._there = said.keys if isinstance(said, Shelved) else ()
+            self._there = dict(said.stamps) if isinstance(said, Shelved) else {}
         return self._there
 
     def _asked(self, wanted: Sequence[Key], until: float) -> Iterator[Record]:

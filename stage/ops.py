@@ -75,6 +75,11 @@ class FrameOps:
         self._store.forget(known - kept)
         self._checkpoints.forget(known - held.checkpoints)
 
+    @property
+    def stored_bytes(self) -> int:
+        """In host memory."""
+        return self._store.nbytes + self._checkpoints.nbytes
+
     def lacks(self, key: Key) -> bool:
         return self._store.lacks(key) or self._checkpoints.lacks(key)
 

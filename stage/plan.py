@@ -82,6 +82,11 @@ class Plan:
         return (0, *(stage.last for stage in self.stages))
 
     @property
+    def splits(self) -> tuple[tuple[int, int], ...]:
+        """Each stage's layers [first, last)."""
+        return tuple((stage.first, stage.last) for stage in self.stages)
+
+    @property
     def store_rows_per_gib(self) -> int:
         """Rows that a GiB of every stage's host store holds; 0 for a model without KV."""
         row_bytes = max(stage.kv_bytes_per_lane for stage in self.stages) // padded(self.max_rows)

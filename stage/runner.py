@@ -18,7 +18,7 @@ from coordinator.errors import RingLost
 from stage.loop import Pulse, run_stage
 from stage.messages import Delivery
 from stage.stage import Stage
-from stage.transport import Endpoint, Link, Listener, Sender
+from stage.transport import Endpoint, Link, Listener, Sender, remove_private_folder
 
 # Turns of one gateway: more than it will ever begin.
 _TERM_BITS = 32
@@ -62,11 +62,13 @@ class Runner:
         """Another gateway drives from now on: turns of the one before are over, also those that it still begins."""
         with self._changing:
             self.turn = ((self.turn >> _TERM_BITS) + 1) << _TERM_BITS
+            if self._wires is not None:
+                self._wires.is_orphan = True
 
     def bind(self, turn: int, where: Path | str) -> Endpoint:
         """Where frames of this turn are to be sent. It begins the turn of a stage that had none to rest from."""
         with self._changing:
-            if self.turn == 0:
+            if turn > self.turn and self._wires is None and self._still.is_set():
                 self.turn = turn
             self._check(turn)
             self._wires = wires = _Wires(where)
@@ -128,6 +130,8 @@ class _Wires:
 
     def __init__(self, where: Path | str) -> None:
         self._link = Link()
+        self._where = where
+        self.is_orphan = False  # whoever made its folder may be gone
         self.listener: Listener = self._link.listen(where)
         self.sender: Sender | None = None
         self._following: Endpoint | None = None
@@ -155,6 +159,8 @@ class _Wires:
         if not self.taken:
             self.close_sockets()
         self._link.close()
+        if self.is_orphan and isinstance(self._where, Path):
+            remove_private_folder(self._where.parent)
 
     def close_sockets(self) -> None:
         if self.sender is not None:

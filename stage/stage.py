@@ -111,6 +111,11 @@ class Stage:
                 self._ops.keep_only(held)
             self.ledger.reset(epoch, held)
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of nodes in host memory. Any thread may ask."""
+        return self._ops.stored_bytes
+
     def lacks(self, key: Key) -> bool:
         """Whether it could be taken back."""
         with self._lock:

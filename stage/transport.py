@@ -9,6 +9,7 @@ Shared memory or NCCL would be another Inlet and Outlet.
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ _ZAP_DOMAIN = b"ring"
 _CHANNEL_BOUND = 2
 # A Unix socket's path may have 107 bytes.
 _LONGEST_TEMP = 60
+_PREFIX = "ringserve-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ class Link:
             return Endpoint(f"tcp://{where}:{port}", self._keys.public)
         except zmq.ZMQError as error:
             socket.close()
-            raise RingLost(None, f"cannot listen at {where}: {error}") from error
+            is_out_of_ports = error.errno == zmq.EADDRINUSE and not isinstance(where, Path)
+            why = "no port is free in net.ipv4.ip_local_port_range" if is_out_of_ports else error
+            raise RingLost(None, f"cannot listen at {where}: {why}") from error
 
     def admit(self, public: bytes | None) -> None:
         """Names the peer whose frames are taken from other hosts. Until then nobody's are."""
@@ -265,4 +269,10 @@ def private_folder() -> Path:
     """For sockets of one host; mkdtemp lets nobody else in."""
     usual = tempfile.gettempdir()
     parent = usual if len(usual) < _LONGEST_TEMP else "/tmp"
-    return Path(tempfile.mkdtemp(prefix="ringserve-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+
+
+def remove_private_folder(folder: Path) -> None:
+    """One that this module made, whoever is gone that had it."""
+    if folder.name.startswith(_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -187,8 +187,8 @@ class DiskTier:
                 foreign += 1
                 self._add(key, _File(size, None))
             except (OSError, Damaged) as error:
-                log.warning("removed a node file=%s reason=%s", path, error)
-                _unlink(path)
+                done = "removed" if _unlink(path) else "cannot remove"
+                log.warning("%s a node file=%s reason=%s", done, path, error)
             else:
                 self._add(key, _File(size, node))
         if foreign:
@@ -315,6 +315,9 @@ class DiskTier:
     def _try(self, path: Path, job: _Job) -> bool:
         try:
             write_node(path, job.node, job.data, job.kind)
+        except IsADirectoryError as error:  # somebody made it there; all other files can be written
+            log.warning("cannot write a node file=%s reason=%s", path, error.strerror)
+            return False
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
@@ -336,7 +339,10 @@ def _id_of(path: Path) -> NodeId | None:
     return None
 
 
-def _unlink(path: Path) -> None:
+def _unlink(path: Path) -> bool:
     """A file that cannot be removed is left to the operator: its name stays out of use until it is written anew."""
-    with contextlib.suppress(OSError):
+    try:
         path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True

@@ -23,6 +23,7 @@ class Record:
     node: NodeId
     parent: NodeId
     holds: str
+    stamp: int  # of these very bytes: what is kept again after it was given up may be other ones
     head: Buffer  # as in a node's file
     payload: Buffer
 
@@ -70,20 +71,19 @@ class MirrorShelf:
     def clear(self) -> None:
         self.drop(tuple(self._records))
 
-    def for_giving(self) -> tuple[Key, ...]:
-        """All keys: the chain whose last node came last goes first, and of a chain its first node, so that wherever
-        the giving ends, what was given can be used.
+    def for_giving(self) -> dict[Key, int]:
+        """All keys, with their stamps: the chain whose last node came last goes first, and of a chain its first node,
+        so that wherever the giving ends, what was given can be used.
         """
         of_node: dict[NodeId, list[Record]] = {}
         for record in self._records.values():
             of_node.setdefault(record.node, []).append(record)
-        given: dict[Key, None] = {}
+        given: dict[Key, int] = {}
         for last in reversed(self._records.values()):
             for node in reversed(_chain(last.node, of_node, given)):
-                given.update(
-                    (record.key, None) for record in sorted(of_node[node], key=_is_behind_rows)
-                )
-        return tuple(given)
+                records = sorted(of_node[node], key=_is_behind_rows)
+                given.update((record.key, record.stamp) for record in records)
+        return given
 
 
 def _is_behind_rows(record: Record) -> bool:
@@ -92,7 +92,7 @@ def _is_behind_rows(record: Record) -> bool:
 
 
 def _chain(
-    node: NodeId, of_node: dict[NodeId, list[Record]], given: dict[Key, None]
+    node: NodeId, of_node: dict[NodeId, list[Record]], given: dict[Key, int]
 ) -> list[NodeId]:
     """The node and those that it hangs on, but for what has been given already; last node first."""
     chain: dict[NodeId, None] = {}

@@ -8,10 +8,12 @@ store gave up is told first.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -28,6 +30,7 @@ class _Kept:
     node: Node
     data: Tensor
     kind: FileKind
+    stamp: int
 
 
 class Outbox:
@@ -35,9 +38,11 @@ class Outbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        # No other process stamps alike: what it left behind is told from what is kept here.
+        self._stamps = itertools.count(secrets.randbits(62))
         # Guarded by _changed, from here on.
         self._here: dict[Key, _Kept] = {}
-        self._there: set[Key] = set()  # once all is sent that was taken
+        self._there: set[Key] = set()  # these very bytes, once all has arrived that was taken
         self._pending: dict[Key, None] = {}  # here, and not there
         self._doomed: dict[Key, None] = {}  # there, and no longer here
 
@@ -53,7 +58,7 @@ class Outbox:
     def kept(self, node: Node, data: Tensor, kind: FileKind) -> None:
         key = (node.id, kind.holds)
         with self._changed:
-            self._here[key] = _Kept(node, data, kind)
+            self._here[key] = _Kept(node, data, kind, next(self._stamps))
             if key not in self._there:
                 self._pending[key] = None
                 self._changed.notify_all()
@@ -68,13 +73,19 @@ class Outbox:
                 self._doomed[key] = None
                 self._changed.notify_all()
 
-    def reconcile(self, there: Iterable[Key]) -> None:
-        """What the neighbour has, as it says itself, with nothing on the way to it."""
+    def came_from_there(self, record: Record) -> None:
+        """What is here now is what the neighbour gave back."""
         with self._changed:
-            had = set(there)
-            self._there = had & self._here.keys()
-            self._doomed = dict.fromkeys(had - self._there)
-            self._pending = {key: None for key in self._here if key not in had}
+            if record.key in self._here:
+                self._here[record.key] = replace(self._here[record.key], stamp=record.stamp)
+
+    def reconcile(self, there: Mapping[Key, int]) -> None:
+        """What the neighbour has, and its stamps, as it says itself, with nothing on the way to it."""
+        with self._changed:
+            here = self._here
+            self._there = {key for key, kept in here.items() if there.get(key) == kept.stamp}
+            self._doomed = {key: None for key in there if key not in self._there}
+            self._pending = {key: None for key in here if key not in self._there}
 
     def take(self, is_over: Callable[[], bool]) -> Record | tuple[Key, ...] | None:
         """What the neighbour is to be told next: a record, or what it is to drop. Waits for it; None: it is over."""
@@ -89,8 +100,8 @@ class Outbox:
             del self._pending[key]
             self._there.add(key)
             kept = self._here[key]
-        head, payload = packed(kept.node, kept.data, kept.kind)
-        return Record(kept.node.id, kept.node.parent, kept.kind.holds, head, payload)
+        node, holds = kept.node, kept.kind.holds
+        return Record(node.id, node.parent, holds, kept.stamp, *packed(node, kept.data, kept.kind))
 
     def wake(self) -> None:
         """Has whoever waits ask again whether it is over."""

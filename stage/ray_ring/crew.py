@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from coordinator.errors import SetupError
+from coordinator.errors import RingLost, SetupError
 from coordinator.ring import ProgressSink, StageProgress
 from stage.actor import CONCURRENT_CALLS, About, LoadFailure, StageActor
 from stage.build import StageReport
@@ -32,7 +32,8 @@ from stage.placement import Share, Strategy, for_stages, share_of
 from stage.ray_ring.census import actor_name, end_all, generation_of
 from stage.ray_ring.cluster import NAMESPACE
 from stage.ray_ring.detached import FoundRing
-from stage.ray_ring.member import Member
+from stage.ray_ring.member import Member, in_a_line
+from stage.ray_ring.versions import check_versions
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Crew:
     def __init__(
         self,
         config: RingConfig,
-        on_lost: Callable[[Member], None],
+        on_news: Callable[[Member], None],
         owner: Owner | None = None,
     ) -> None:
         """`owner`: of a detached ring."""
@@ -55,7 +56,7 @@ class Crew:
         self._owner = owner
         self._made = 0  # actors of this name so far
         self._share: Share = share_of(config)
-        self._on_lost = on_lost
+        self._on_news = on_news
         self._group: PlacementGroup | None = None
         self._members: set[Member] = set()
 
@@ -78,6 +79,7 @@ class Crew:
         placed = placement_group_table(self._group)["bundles_to_node_id"]
         here = ray.get_runtime_context().get_node_id()
         on = [placed[bundle] for bundle in sorted(placed)]
+        await check_versions(set(on) - {here}, _IMPORT_FROM, self._config.start_s)
         chosen = for_stages(on, here, share.stages, self._config.spread)
         return chosen, [bundle for bundle in range(share.places) if bundle not in chosen]
 
@@ -85,7 +87,7 @@ class Crew:
         """A new actor, which has loaded nothing yet. It waits for its place until the process that had it has ended.
         Raises RingLost.
         """
-        member = Member(self._make_actor(bundle, index), bundle, self._on_lost)
+        member = Member(self._make_actor(bundle, index), bundle, self._on_news)
         member.index = index
         self._members.add(member)
         try:
@@ -101,7 +103,7 @@ class Crew:
         self._made = 1 + max(map(generation_of, found.names))
         await asyncio.to_thread(end_all, self._config.name, [each.name for each in found.actors])
         pairs = [
-            (Member(each.actor, each.about.bundle, self._on_lost), each.about)
+            (Member(each.actor, each.about.bundle, self._on_news), each.about)
             for each in found.actors
         ]
         self._members.update(member for member, _ in pairs)
@@ -112,7 +114,7 @@ class Crew:
         return [(member, about) for member, about in pairs if member.loss is None]
 
     async def load(self, member: Member, index: int, here: int, tell: ProgressSink) -> None:
-        """`here`: the ring's stages on its node, with this one. Raises SetupError or RingLost; it is lost, too, when
+        """`here`: the ring's stages on its node, with this one. Raises SetupError, or RingLost: it is lost, too, when
         it makes no progress for load_s.
         """
         member.unwatch()
@@ -131,11 +133,12 @@ class Crew:
                 if time.monotonic() - told_at > self._config.load_s:
                     member.lose(f"did not load further for {self._config.load_s:g} s")
             if isinstance(failure := loading.result(), LoadFailure):
-                raise failure.error(failure.message)
+                raise failure.error(f"{failure.message} (stage {index} on {member.place.host})")
             member.loaded = index
             _tell(await member.ask("progress", within_s=self._config.call_s), index, tell)
         except RayError as error:
-            raise SetupError(f"stage {index} could not be loaded: {error}") from error
+            member.lose(in_a_line(error))
+            raise RingLost(index, str(member.loss)) from error
         finally:
             loading.cancel()
             asking.cancel()

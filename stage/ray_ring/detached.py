@@ -180,7 +180,7 @@ async def _claim(config: RingConfig, actors: Sequence[FoundActor], owner: Owner)
             ended = held.owner.id
             continue
         if first is None:
-            log.warning(
+            log.info(
                 "waiting ring=%s: %s had it %.1f s ago",
                 config.name,
                 held.owner,

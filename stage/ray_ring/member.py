@@ -1,7 +1,7 @@
 """One actor as its ring sees it: asked with a deadline, probed, known to be lost at once, ended for certain.
 
-Decides when an actor counts as lost: its process died, or it left a call unanswered; there is no way back from that. It
-does not decide what follows.
+Decides when an actor counts as lost: its process died, or it left a call unanswered; there is no way back from that.
+One that leaves a probe unanswered is silent, and may be heard of again. It does not decide what follows.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ _STEP_S = 1.0
 
 
 class Member:
-    """Belongs to the running loop. `on_lost` is called there, once, unless it is ended first."""
+    """Belongs to the running loop. `on_news` is called there when it is lost, or silent, unless it is ended first."""
 
-    def __init__(self, actor: Any, bundle: int, on_lost: Callable[[Member], None]) -> None:
+    def __init__(self, actor: Any, bundle: int, on_news: Callable[[Member], None]) -> None:
         self.bundle = bundle  # its place in the placement group
         self.index = 0  # of the stage that it is for
         self.loaded: int | None = None  # the stage whose slice it has
         self.loss: str | None = None
+        self.silence: str | None = None  # while a probe is not answered in time
         self.last: Probe | None = None
+        self._heard = asyncio.Event()  # while it is not silent
+        self._heard.set()
         self._actor = actor
         self._place: Place | None = None
         self._process: ProcessHandle | None = None
-        self._on_lost = on_lost
+        self._on_news = on_news
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._living = asyncio.create_task(self._live())
         self._probing: asyncio.Task[None] | None = None
@@ -77,6 +80,15 @@ class Member:
             call.cancel()
         raise RingLost(self.index, self.loss or "ended")
 
+    async def hear(self, within_s: float) -> None:
+        """A silent one is lost when it is not heard of now."""
+        if self.silence is None:
+            return
+        hearing = asyncio.create_task(self._heard.wait())
+        if not await self._answers(hearing, within_s):
+            self.lose(self.silence)
+        hearing.cancel()
+
     async def wait(self, calls: set[asyncio.Task[Any]], within_s: float) -> None:
         """Until one of them is done, the time is up, or it is lost: then raises RingLost."""
         await asyncio.wait(
@@ -101,9 +113,9 @@ class Member:
             return
         self.loss = reason
         self._gone.set_result(None)
-        pid = None if self._place is None else self._place.pid
-        log.warning("lost stage=%d pid=%s reason=%s", self.index, pid, reason)
-        self._on_lost(self)
+        pid, host = (None, None) if self._place is None else (self._place.pid, self._place.host)
+        log.warning("lost stage=%d pid=%s host=%s reason=%s", self.index, pid, host, reason)
+        self._on_news(self)
 
     async def end(self) -> None:
         """Returns when its process has ended, as far as can be seen from this host. May be called again, and
@@ -140,7 +152,7 @@ class Member:
                 log.error("not ended stage=%d pid=%d", self.index, self.place.pid)
             process.close()
 
-    async def _answers(self, call: asyncio.Task[Any], within_s: float) -> bool:
+    async def _answers(self, call: asyncio.Future[Any], within_s: float) -> bool:
         """Whether it answers, or is lost, in time."""
         left = within_s
         while left > 0 and not (call.done() or self._gone.done()):
@@ -164,9 +176,16 @@ class Member:
             call = self.call("probe")
             try:
                 if not await self._answers(call, timeout_s):
-                    self.lose(f"did not answer a probe for {timeout_s:g} s")
-                elif call.done():
+                    self.silence = f"did not answer a probe for {timeout_s:g} s"
+                    self._heard.clear()
+                    self._on_news(self)
+                    await asyncio.wait({call, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+                if call.done():
                     self.last = call.result()
+                    for line in self.last.news:
+                        line.tell(self.index)
+                    self.silence = None
+                    self._heard.set()
             except RayError as error:
                 self.lose(in_a_line(error))
             finally:

@@ -98,8 +98,8 @@ class RayRing:
     def health(self) -> RingHealth:
         if self._started is None:
             return RingHealth(False, "not started")
-        loss = self._started.replies.loss
-        return RingHealth(loss is None, loss or "")
+        loss, seats = self._started.replies.loss, self._started.seats
+        return RingHealth(loss is None, loss or "", len(seats.spares), seats.replaced)
 
     async def stop(self) -> None:
         """A detached ring stays, for whoever starts it next."""
@@ -107,11 +107,10 @@ class RayRing:
         if started is not None:
             await self._end(started)
 
-    async def end(self) -> None:
-        """As stop, but a detached ring ends as well."""
+    def dissolve(self) -> None:
+        """The next stop ends a detached ring as well."""
         if self._started is not None:
             self._started.stays = False
-        await self.stop()
 
     async def _end(self, started: _Started) -> None:
         ending = asyncio.create_task(started.leave() if started.stays else started.end())
@@ -159,7 +158,7 @@ class _Started:
         self._taken = False  # another gateway drives it
         self.stays = found is not None  # it is left, not ended
         self.replies = ReplyQueue(on_lost=_nothing)
-        self._crew = Crew(config, self._lost, owner)
+        self._crew = Crew(config, self._news, owner)
         self.seats = Seats(config, self._crew, progress)
         self._wiring: Wiring | None = None
         self._turn = 0
@@ -215,6 +214,11 @@ class _Started:
         except RingLost as lost:
             self.replies.fail(lost.stage, lost.reason)
             raise
+        except RayError as error:
+            # Of Ray itself, not of a stage.
+            reason = in_a_line(error)
+            self.replies.fail(None, reason)
+            raise RingLost(None, reason) from error
         except BaseException:
             self.replies.fail(None, f"epoch {epoch} was not opened")
             raise
@@ -223,6 +227,9 @@ class _Started:
         await self._confirm()
         self._turn += 1
         await self.seats.rest(self._turn)
+        # Once more: stages that another gateway has taken meanwhile look like lost ones.
+        await self._confirm()
+        self.seats.vacate()
         await self._unwire()
         await self.seats.fill()
         members, within_s = self.seats.members, self._config.call_s
@@ -267,9 +274,10 @@ class _Started:
         if end.reason is not None:
             self.replies.lose(end.stage, end.reason, epoch)
 
-    def _lost(self, member: Member) -> None:
+    def _news(self, member: Member) -> None:
+        """It is lost, or silent. Either ends the epoch; the next turn tells them apart."""
         if member in self.seats.members:
-            self.replies.fail(member.index, str(member.loss))
+            self.replies.fail(member.index, str(member.loss or member.silence))
         else:
             self.seats.spares.lost(member)
 
@@ -289,9 +297,9 @@ class _Started:
         await self._end_opening()
         try:
             await self.seats.stop()
-            self._stop_renewing()
             if self._owner is not None and not self._taken:
                 await self.seats.rest(self._turn + 1)
+                self._stop_renewing()
                 await give_back(self._crew.members, self._owner, self._config.call_s)
         finally:
             self._stop_renewing()

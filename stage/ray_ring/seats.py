@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 # Beside what the actor itself waits, for the call to come back.
 _CALL_S = 1.0
+# A machine that was too busy for a probe gets part of a probe's time once more, before a stage is loaded anew.
+_AGAIN = 2
 
 
 class _Seat:
@@ -34,6 +36,11 @@ class _Seat:
         self.filling: asyncio.Task[None] | None = None
         self.leaving: asyncio.Task[None] | None = None  # whoever had it before
 
+    def failure(self) -> BaseException | None:
+        """Takes the outcome of a filling that is over."""
+        filling, self.filling = self.filling, None
+        return None if filling is None else filling.exception()
+
 
 class Seats:
     def __init__(self, config: RingConfig, crew: Crew, progress: ProgressSink) -> None:
@@ -42,6 +49,7 @@ class Seats:
         self._progress = progress
         self._seats: list[_Seat] = []
         self._info: RingInfo | None = None
+        self.replaced = 0  # stages, so far
         self.spares = Spares(config, crew, self._on_node)
 
     @property
@@ -104,7 +112,7 @@ class Seats:
     # Healing
 
     async def rest(self, turn: int) -> None:
-        """Whoever does not rest in time, or is broken, has lost his seat."""
+        """Whoever does not rest in time, or is broken, is lost."""
         await asyncio.gather(*(self._rest(seat, turn) for seat in self._seats))
 
     async def _rest(self, seat: _Seat, turn: int) -> None:
@@ -112,27 +120,35 @@ class Seats:
         if member is None:
             return
         within_s = self._config.rest_s
+        await member.hear(self._config.probe_timeout_s / _AGAIN)
         try:
             rested = await member.ask("rest", turn, within_s, within_s=within_s + _CALL_S)
             if rested.reason is not None:
                 member.lose(rested.reason)
         except RingLost:
             pass  # it says so itself
-        if member.loss is not None:
-            seat.member = None
-            seat.leaving = asyncio.create_task(self._crew.dismiss(member))
+
+    def vacate(self) -> None:
+        """Whoever is lost has lost his seat, and is ended."""
+        for seat in self._seats:
+            member = seat.member
+            if member is not None and member.loss is not None:
+                seat.member = None
+                seat.leaving = asyncio.create_task(self._crew.dismiss(member))
 
     async def fill(self) -> None:
         """Waits until every stage has somebody again. Raises RingLost."""
         for seat in self._seats:
+            if seat.filling is not None and seat.filling.done():
+                seat.failure()  # of an opening that nobody waited for
             if seat.member is None and seat.filling is None:
                 seat.filling = asyncio.create_task(self._fill(seat))
-        filling = [seat.filling for seat in self._seats if seat.filling is not None]
+        filling = [seat for seat in self._seats if seat.filling is not None]
         if filling:
-            await asyncio.wait(filling)
-        for seat in self._seats:
-            task, seat.filling = seat.filling, None
-            if task is not None and (error := task.exception()) is not None:
+            await asyncio.wait([seat.filling for seat in filling if seat.filling is not None])
+        failures = [(seat, seat.failure()) for seat in filling]
+        for seat, error in failures:
+            if error is not None:
                 raise RingLost(seat.index, f"could not be replaced: {error}") from error
 
     async def _fill(self, seat: _Seat) -> None:
@@ -170,6 +186,7 @@ class Seats:
             await self._crew.dismiss(member)
             raise
         log.warning("replaced stage=%d pid=%d", seat.index, member.place.pid)
+        self.replaced += 1
         self._sit(seat, member)
 
     def _sit(self, seat: _Seat, member: Member) -> None:

@@ -108,7 +108,10 @@ class Wiring:
         """By node, not by host: only what Ray counts as one node surely shares a file system."""
         here = ray.get_runtime_context().get_node_id()
         if all(member.place.node == here for member in members):
-            folder = self._folder = private_folder()
+            try:
+                folder = self._folder = private_folder()
+            except OSError as error:  # no temporary folder takes any
+                raise RingLost(None, f"no folder for its sockets: {error}") from error
             where = [folder / str(number) for number in range(len(members))]
             return where, self._listen(folder / "replies")
         hosts = [member.place.host for member in members]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,29 +18,41 @@ if TYPE_CHECKING:
     from stage.ray_ring import RayCluster
 
 
+@pytest.fixture(scope="session")
+def add_node(ray_cluster: RayCluster) -> Callable[..., AbstractContextManager[Popen[bytes]]]:
+    """Adds a node to the session's cluster for the length of a block. What is given runs it: `env X=1`, say."""
+
+    @contextmanager
+    def added(*before: str, flags: Sequence[str] = ()) -> Iterator[Popen[bytes]]:
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        command = [*before, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command += ["--address", address, "--num-cpus", "1", "--object-store-memory", "80000000"]
+        node = Popen(
+            [*command, "--disable-usage-stats", "--include-log-monitor", "false", *flags],
+            stdout=DEVNULL,
+            stderr=DEVNULL,
+        )
+        try:
+            _await_nodes(2, node)
+            yield node
+        finally:
+            node.send_signal(signal.SIGTERM)
+            node.wait(timeout=20)
+            _await_nodes(1, None)
+
+    return added
+
+
 @pytest.fixture(scope="module")
-def second_node(ray_cluster: RayCluster) -> Iterator[None]:
+def second_node(add_node: Callable[[], AbstractContextManager[Popen[bytes]]]) -> Iterator[None]:
     """One more node in the session's cluster, for one module only."""
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-    command += ["--address", address, "--num-cpus", "1", "--object-store-memory", "80000000"]
-    node = subprocess.Popen(
-        [*command, "--disable-usage-stats", "--include-log-monitor", "false"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _await_nodes(2, node)
+    with add_node():
         yield
-    finally:
-        node.send_signal(signal.SIGTERM)
-        node.wait(timeout=20)
-        _await_nodes(1, None)
 
 
-def _await_nodes(count: int, node: subprocess.Popen[bytes] | None) -> None:
+def _await_nodes(count: int, node: Popen[bytes] | None) -> None:
     import ray
 
     while sum(each["Alive"] for each in ray.nodes()) != count:

@@ -18,14 +18,15 @@ from coordinator.errors import RingLost
 from coordinator.frames import LaneId, NodeSpan, StoreNodes
 from coordinator.nodes import node_id
 from stage.config import RingConfig
-from tests.cluster.watched_ring import ROWS, Watched, all_end, processes, stage_processes, until
+from tests.cluster.faulty_actor import BREAKS, NEVER_ENDS, StageActorWithFaults
+from tests.cluster.watched_ring import ROWS, Watched, all_end, processes, siblings, until
 
 if TYPE_CHECKING:
     from stage.ray_ring import RayCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 
-PROBE_TIMEOUT_S = 1.5
+PROBE_TIMEOUT_S = 2.5
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +42,26 @@ def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RingCo
         rest_s=3.0,
         probe_s=0.2,
         probe_timeout_s=PROBE_TIMEOUT_S,
-        fence_s=6.0,
+        fence_s=8.0,
     )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def started(config: RingConfig, ray_cluster: RayCluster) -> AsyncIterator[Watched]:
-    from stage.ray_ring import RayRing
+async def watched(config: RingConfig, ray_cluster: RayCluster) -> AsyncIterator[Watched]:
+    from stage.ray_ring import RayRing, crew
 
     watched = Watched(RayRing(config, ray_cluster))
-    await watched.start()
-    yield watched
-    await watched.ring.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "StageActor", StageActorWithFaults)
+        yield watched
+        await watched.ring.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def started(watched: Watched) -> Watched:
+    if not watched.ring.health().ready:
+        await watched.start()
+    return watched
 
 
 async def test_an_epoch_that_ends_without_a_loss_costs_no_row_and_no_process(
@@ -113,6 +122,47 @@ async def test_a_stage_that_hangs_is_found_by_its_probes_and_replaced(started: W
     assert await started.answer() == answer
 
 
+async def test_a_stage_that_was_only_slow_to_answer_a_probe_keeps_its_place_and_rows(
+    started: Watched,
+) -> None:
+    pids, answer = started.ring.pids, await started.answer()
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        await started.lose(PROBE_TIMEOUT_S + 2.0)
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+    held = await started.heal()
+    assert started.ring.pids == pids
+    assert tuple(held.lanes[0].tokens) == (*started.prompt, *answer[:-1])
+    assert await started.answer() == answer
+
+
+async def test_a_stage_that_fails_in_computing_is_replaced_though_its_process_lives(
+    started: Watched,
+) -> None:
+    pids, answer = started.ring.pids, await started.answer()
+    started.hand.send_prefill(1, started.hand.new_job(), (3, BREAKS))
+    lost = await started.lose()
+    assert (lost.stage, "ValueError: no such row" in lost.reason) == (1, True)
+    await started.heal()
+    assert [old != new for old, new in zip(pids, started.ring.pids, strict=True)] == [False, True]
+    assert await started.answer() == answer
+
+
+async def test_a_stage_that_never_ends_a_frame_is_replaced_though_it_answers_probes(
+    started: Watched,
+) -> None:
+    """Nothing but the missing reply tells; that, a coordinator finds out by itself."""
+    pids, answer = started.ring.pids, await started.answer()
+    started.hand.send_prefill(1, started.hand.new_job(), (3, NEVER_ENDS))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2 * PROBE_TIMEOUT_S):
+            await started.ring.next_reply()
+    await started.heal()
+    assert [old != new for old, new in zip(pids, started.ring.pids, strict=True)] == [False, True]
+    assert await started.answer() == answer
+
+
 async def test_a_stage_that_cannot_be_replaced_fails_the_opening_until_it_can(
     started: Watched, config: RingConfig
 ) -> None:
@@ -148,16 +198,16 @@ async def test_an_opening_that_is_cancelled_goes_on_in_the_next_one(started: Wat
 
 
 async def test_a_stop_during_healing_ends_everything(started: Watched) -> None:
-    survivor = processes(started.ring.pids[:1])
-    made = stage_processes()
-    os.kill(started.ring.pids[1], signal.SIGKILL)
+    alive, lost = started.ring.pids
+    made = siblings(alive)
+    os.kill(lost, signal.SIGKILL)
     await started.lose()
     healing = asyncio.create_task(started.heal())
-    await until(lambda: bool(stage_processes() - made))
-    new = stage_processes() - made
+    await until(lambda: bool(siblings(alive) - made))
+    new = siblings(alive) - made
+    known, begun = processes((alive,)), processes(tuple(new))
     await started.ring.stop()
     with pytest.raises(RingLost, match="stopped"):
         await healing
-    assert await all_end([*survivor, *processes(tuple(new & stage_processes()))], 5.0)
-    assert stage_processes() <= made
-    await started.start()
+    assert await all_end(known, 0.0)
+    assert await all_end(begun, 10.0)  # it had not said who it is

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
 @pytest.fixture(scope="module")
 def config(tiny_model: Path) -> RingConfig:
     splits = ((0, 2), (2, 4))
-    times = {"rest_s": 3.0, "probe_s": 0.2, "probe_timeout_s": 1.5, "fence_s": 1.0}
+    times = {"rest_s": 3.0, "probe_s": 0.2, "probe_timeout_s": 2.5, "fence_s": 8.0}
     return RingConfig(tiny_model, "tiny", splits, 2, 64, cpu_share=0.1, spares=1, **times)
 
 
@@ -86,7 +86,7 @@ async def test_a_process_that_is_woken_after_it_was_given_up_ends_itself(
     from stage.actor import CONCURRENT_CALLS, StageActor
 
     made = ray.remote(StageActor).options(num_cpus=0.1, max_concurrency=CONCURRENT_CALLS)
-    actor = made.remote(replace(config, fence_s=1.0))
+    actor = made.remote(replace(config, probe_timeout_s=0.5, fence_s=1.0))
     pid = (await actor.place.remote()).pid
     gone = processes((pid,))
     await actor.probe.remote()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from stage import wire
 from stage.config import RingConfig
 from stage.local_ring import LocalRing
 from stage.messages import FrameMessage
+from tests.cluster.watched_ring import until
 
 if TYPE_CHECKING:
     from stage.ray_ring import RayCluster, RayRing
@@ -149,3 +151,27 @@ async def test_a_dead_stage_of_another_node_loses_the_ring(started: RayRing) -> 
         await started.next_reply()
     with pytest.raises(RingLost):
         started.submit(Frame(Epoch(2), Seq(1)))
+
+
+async def test_a_spare_of_another_node_takes_over_behind_doors(
+    ring: RayRing, config: RingConfig, ray_cluster: RayCluster
+) -> None:
+    from stage.ray_ring import RayRing
+
+    # Two of such a share fit on the first node, and the third on the second.
+    wide = RayRing(replace(config, cpu_share=0.8, spread=False, spares=1), ray_cluster)
+    await wide.start(lambda _: None)
+    try:
+        assert all(each.address.startswith("ipc://") for each in wide._running().endpoints)
+        await until(lambda: len(wide.spares) == 1)
+        (spare,) = wide.spares
+        os.kill(wide.pids[1], signal.SIGKILL)
+        with pytest.raises(RingLost):
+            await wide.next_reply()
+        await wide.open_epoch(Epoch(1))
+        assert wide.pids[1] == spare
+        assert all(each.address.startswith("tcp://") for each in wide._running().endpoints)
+        wide.submit(Frame(Epoch(1), Seq(0)))
+        assert (await wide.next_reply()).refusals == ()
+    finally:
+        await wide.stop()

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+from threading import Thread
 
-from coordinator.frames import Epoch
+import pytest
+
 from stage.lease import Lease, Owner, Tenure, claim_all
+from stage.processes import has_ended, process_space
+from stage.runner import Outdated, Runner
+from stage.tenancy import Tenancy
 
 LEASE_S = 5.0
-ONE = Owner("one", "192.0.2.1", 17, "192.0.2.1:50051")
+ONE = Owner("one", "192.0.2.1", 17, grpc="192.0.2.1:50051")
 TWO = Owner("two", "192.0.2.2", 18)
 
 
@@ -19,9 +27,9 @@ class Nearby:
         self.lease = Lease(LEASE_S)
         self.asked: list[str] = []
 
-    async def claim(self, owner: Owner) -> Tenure | None:
+    async def claim(self, owner: Owner, ended: str) -> Tenure | None:
         self.asked.append(f"claim {owner.id}")
-        return self.lease.claim(owner, 0.0)
+        return self.lease.claim(owner, 0.0, ended)
 
     async def release(self, owner: str) -> None:
         self.asked.append(f"release {owner}")
@@ -96,16 +104,55 @@ def test_a_second_claim_of_its_owner_begins_it_anew() -> None:
     assert lease.tenure(now=8.0) == Tenure(ONE, left_s=1.0, renewals=0)
 
 
-def test_an_epoch_is_opened_once_and_by_the_owner_only() -> None:
+def test_one_whose_process_is_known_to_be_gone_is_not_waited_for() -> None:
     lease = taken()
-    assert lease.open_epoch("one", Epoch(3))
-    assert not lease.open_epoch("one", Epoch(3))
-    assert not lease.open_epoch("one", Epoch(2))
-    assert lease.claim(TWO, now=9.0) is None
-    assert not lease.open_epoch("one", Epoch(4))
-    assert not lease.open_epoch("two", Epoch(3))
-    assert lease.open_epoch("two", Epoch(4))
-    assert lease.epoch == 4
+    assert lease.claim(TWO, now=1.0, ended="three") is not None
+    assert lease.claim(TWO, now=1.0, ended="one") is None
+    assert lease.is_of("two")
+
+
+def test_a_new_owner_ends_all_turns_of_the_one_before() -> None:
+    runner = Runner()
+    tenancy = Tenancy(LEASE_S, runner, now=lambda: 0.0)
+    assert tenancy.claim(ONE) is None
+    assert runner.rest(1, 0.0)
+    assert tenancy.claim(ONE) is None
+    assert runner.rest(2, 0.0), "the same owner goes on"
+    tenancy.release("one")
+    assert tenancy.claim(TWO) is None
+    for late in (2, 3, 1000):
+        with pytest.raises(Outdated):
+            runner.rest(late, 0.0)
+    assert runner.rest(runner.turn + 1, 0.0)
+
+
+def test_the_call_that_waits_for_a_stages_death_comes_back_to_a_gateway_that_lost_it() -> None:
+    tenancy = Tenancy(LEASE_S, Runner(), now=lambda: 0.0)
+    assert tenancy.claim(ONE) is None
+    waiting = [Thread(target=tenancy.wait, daemon=True) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    assert tenancy.claim(TWO) is not None
+    assert all(thread.is_alive() for thread in waiting)
+    tenancy.release("one")
+    assert all(thread.is_alive() for thread in waiting), "nobody else has come yet"
+    assert tenancy.claim(TWO) is None
+    for thread in waiting:
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
+def test_a_process_is_gone_only_where_that_can_be_known() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not has_ended(child.pid, process_space())
+    child.kill()
+    assert child.stdin is not None
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert has_ended(child.pid, process_space()), "also before its parent took notice"
+    child.wait()
+    assert has_ended(child.pid, process_space())
+    assert not has_ended(child.pid, "another host's")
 
 
 def test_leases_of_a_ring_are_taken_in_order_and_all_or_none() -> None:

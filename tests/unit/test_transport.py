@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -271,6 +272,38 @@ def test_a_sender_without_a_receiver_does_not_wait(
     for _ in range(2000):
         sender.send(reply_message())
     sender.close()
+
+
+def test_a_channel_holds_few_messages_for_a_peer_that_does_not_read(
+    links: tuple[Link, Link], where: Path | str
+) -> None:
+    answers, endpoint = links[0].answer(where)
+    links[0].admit(key_of(links[1]))
+    channel = links[1].call(endpoint)
+    assert channel.send([b"first"])
+    assert answers.receive(10.0) == [b"first"]
+    assert answers.send([b"answer", b""])
+    assert channel.receive(10.0) == [b"answer", b""]
+    assert channel._socket is not None
+    with pytest.raises(zmq.Again):
+        deque(channel._socket.send(bytes(2**20), zmq.NOBLOCK) for _ in range(64))
+    channel.close()
+    answers.close()
+
+
+def test_a_channel_whose_link_is_closed_says_so(links: tuple[Link, Link], tmp_path: Path) -> None:
+    channel = links[0].call(Endpoint(f"ipc://{tmp_path / 'nobody'}"))
+    assert channel.receive(0.0) is None
+    assert not channel.is_closed
+    waiting: list[object] = []
+    thread = threading.Thread(target=lambda: waiting.append(channel.receive()))
+    thread.start()
+    links[0].close()
+    thread.join(timeout=5)
+    assert waiting == [None]
+    assert channel.is_closed
+    assert not channel.send([b"late"])
+    assert links[0].call(Endpoint("ipc:///nobody")).is_closed
 
 
 def stranger(context: zmq.Context[zmq.Socket[bytes]], kind: str, to: Endpoint) -> zmq.Socket[bytes]:
