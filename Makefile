@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.synced
 PROTO := proto/ringserve/v1/generation.proto
 
-.PHONY: sync lint type test cluster demo docs proto fuzz screenshot
+.PHONY: sync lint type test cluster demo docs proto fuzz screenshot matrix soak
 
 sync: $(STAMP)
 
@@ -48,3 +48,13 @@ screenshot: $(STAMP)
 SECONDS ?= 60
 fuzz: $(STAMP)
 	$(BIN)/python -m fakering.fuzz --seconds $(SECONDS)
+
+# Sixty kills in random moments, with and without a warm spare; some twenty minutes.
+matrix: $(STAMP)
+	$(BIN)/python -m pytest -q -m long tests/cluster/test_chaos_matrix.py
+
+# A kill a minute under mixed traffic, and whether anything grows: make soak MINUTES=60 MODEL=folder
+MINUTES ?= 30
+MODEL ?= smollm2
+soak: $(STAMP)
+	$(BIN)/ringserve chaos $(MODEL) --minutes $(MINUTES) --every 60 --soak build/soak.json --plot docs/images/soak.png --json

@@ -76,11 +76,20 @@ class TurnStream:
 class Client:
     """`async with Client("127.0.0.1:50051") as client`. The server is not contacted before the first call.
 
-    `tls` None: in plain text, the key too.
+    `tls` None: in plain text, the key too. `answer_s`: what any answer may take but a turn's and a new ring's, which
+    have no bound but their own; a server that is gone is noticed by its silence.
     """
 
-    def __init__(self, address: str, *, api_key: str = "", tls: ClientTls | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls: ClientTls | None = None,
+        answer_s: float = 60.0,
+    ) -> None:
         self._channel = _channel(address, tls)
+        self._answer_s = answer_s
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._stub: Any = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -103,7 +112,7 @@ class Client:
         )
 
     async def _ask(self, method: Any, message: Any) -> Any:
-        return await method(message, metadata=self._metadata)
+        return await method(message, metadata=self._metadata, timeout=self._answer_s)
 
     async def count_tokens(self, prompt: Prompt) -> int:
         message = pb.CountTokensRequest()
@@ -121,7 +130,9 @@ class Client:
 
     async def add_ring(self) -> str:
         """The new ring's name, when it takes turns: that may be minutes. Leaving ends what was started."""
-        answer: pb.AddRingResponse = await self._ask(self._stub.AddRing, pb.AddRingRequest())
+        answer: pb.AddRingResponse = await self._stub.AddRing(
+            pb.AddRingRequest(), metadata=self._metadata
+        )
         return answer.name
 
     async def drain_ring(self, name: str) -> int:

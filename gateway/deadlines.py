@@ -36,9 +36,11 @@ class Deadlines:
     load_timeout_s: float | None
     rest_s: float | None
     call_s: float | None
+    mirror_s: float | None
     # The fronts' clients
-    request_s: float
     unread_s: float
+    request_s: float
+    http_unread_s: float
     keep_alive_s: float
     grpc_keepalive_s: float
     grpc_keepalive_timeout_s: float
@@ -64,8 +66,10 @@ def deadlines_of(settings: ServeSettings, config: RingConfig | None) -> Deadline
         load_timeout_s=None if ring is None else ring.load_s,
         rest_s=None if config is None else config.rest_s,
         call_s=None if ring is None else ring.call_s,
+        mirror_s=None if ring is None or not ring.mirror else ring.mirror_s,
+        unread_s=scheduler.unread_s,
         request_s=settings.http.request_s,
-        unread_s=settings.http.unread_s,
+        http_unread_s=settings.http.unread_s,
         keep_alive_s=KEEP_ALIVE_S,
         grpc_keepalive_s=settings.grpc.keepalive_s,
         grpc_keepalive_timeout_s=settings.grpc.keepalive_timeout_s,

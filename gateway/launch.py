@@ -25,6 +25,8 @@ from gateway.deadlines import Deadlines, deadlines_of
 from gateway.drafting import open_drafters
 from gateway.fronts import together
 from gateway.http.server import serve_http
+from gateway.intake import Intake
+from gateway.kv_folder import usable_folder
 from gateway.models import find_model
 from gateway.observing.compose import open_observing
 from gateway.observing.loading import LoadRecord
@@ -38,6 +40,7 @@ from gateway.safety.guard import open_guard
 from gateway.safety.quotas import Quotas
 from gateway.service import GenerationService
 from gateway.settings import Device, Dtype, RingKind, ServeSettings
+from gateway.standing import Front, Standing, ring_prefix, standing
 
 if TYPE_CHECKING:
     from stage.config import RingConfig
@@ -80,20 +83,28 @@ class _Model:
     make_ring: Callable[[str], Ring]  # by the ring's name
     check_room: Callable[[], None]  # for one more ring; raises SetupError
     config: RingConfig | None = None  # None: a ring without a model
+    # A detached ring of that name ends when it is stopped.
+    dissolve: Callable[[str], None] = lambda _: None
 
 
 @asynccontextmanager
-async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator[Running]:
+async def launch(
+    settings: ServeSettings,
+    board: ProgressBoard,
+    around: Callable[[str, Ring], Ring] = lambda _, ring: ring,
+) -> AsyncIterator[Running]:
     """Serves until the block is left; then running turns get their time to end. Raises SetupError.
 
-    gRPC answers from the beginning, so that health tells loading from dead.
+    gRPC answers from the beginning, so that health tells loading from dead. `around`: what is put around each ring, by
+    its name, for who wants to see it at work.
     """
     guard = open_guard(settings.safety)
     async with AsyncExitStack() as stack:
         drafters = await stack.enter_async_context(
             open_drafters(settings, partial(_device_and_dtype, settings), board)
         )
-        model = await asyncio.to_thread(_open_model, settings, board)
+        there, front = await standing(settings, board, stack), Front()
+        model = await asyncio.to_thread(_open_model, settings, board, there, front)
         clock, recent = SystemClock(), RecentTurns()
         observing = await stack.enter_async_context(
             open_observing(settings.observe, model.name, recent.digest)
@@ -101,20 +112,27 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
         metrics = observing.metrics
 
         def make_driver(name: str) -> RingDriver:
-            ring, watching = model.make_ring(name), (metrics.rings,)
+            ring, watching = around(name, model.make_ring(name)), (metrics.rings,)
             return RingDriver(name, ring, settings.scheduler, clock, drafters, watching)
 
         router = Router((), settings.scheduler.session_limit)
         metrics.look_at(router, clock, settings.scheduler.node_rows)
         sights = Sights(recent, LoadRecord(board), metrics)
         rings = RingSet(
-            router, make_driver, sights.loading.sink, model.check_room, _settle_s(settings)
+            router,
+            make_driver,
+            sights.loading.sink,
+            model.check_room,
+            _settle_s(settings),
+            ring_prefix(model.name) if settings.detached else "ring",
+            model.dissolve,
         )
         rng = random.SystemRandom()
         watching = (recent, *observing.turns)
         quotas = Quotas(settings.safety.limits, clock) if settings.safety.has_keys else None
+        intake = Intake(clock, settings.request_bytes, metrics.turns.shed)
         service = GenerationService(
-            model.name, router, model.tokenizer, clock, rng, watching, quotas
+            model.name, router, model.tokenizer, clock, rng, watching, quotas, intake
         )
         stack.push_async_callback(rings.stop)
         rings.announce(settings.rings)
@@ -123,6 +141,7 @@ async def launch(settings: ServeSettings, board: ProgressBoard) -> AsyncIterator
             serve_http(service, settings.http, sights, guard),
         )
         addresses = await stack.enter_async_context(together(*fronts))
+        front.open(addresses, encrypted=guard.tls is not None)
         service.warm()
         await rings.start()
         grpc, http = addresses
@@ -155,7 +174,9 @@ def ring_config(settings: ServeSettings, board: ProgressBoard) -> RingConfig:
     return _ring_config(settings, folder.path, folder.name)
 
 
-def _open_model(settings: ServeSettings, board: ProgressBoard) -> _Model:
+def _open_model(
+    settings: ServeSettings, board: ProgressBoard, there: Standing | None, front: Front
+) -> _Model:
     if settings.ring is RingKind.FAKE:
         return _fake_model(settings)
     from gateway.chat.tokenizer import load_tokenizer
@@ -164,16 +185,12 @@ def _open_model(settings: ServeSettings, board: ProgressBoard) -> _Model:
         check_ray(settings.ray_address)
     folder = find_model(settings.model, board.note)
     name = settings.served_name or folder.name
-    config = _ring_config(settings, folder.path, name)
-    make_ring = _ray_rings if settings.ring is RingKind.RAY else _local_rings
-    return _Model(
-        name,
-        folder.path,
-        load_tokenizer(folder.path),
-        make_ring(settings, config),
-        partial(_check_room, settings, config),
-        config,
-    )
+    config = _ring_config(settings, folder.path, name, there)
+    tokenizer, check_room = load_tokenizer(folder.path), partial(_check_room, settings, config)
+    if settings.ring is RingKind.LOCAL:
+        return _Model(name, folder.path, tokenizer, _local_rings(config), check_room, config)
+    make_ring, dissolve = _ray_rings(settings, config, front)
+    return _Model(name, folder.path, tokenizer, make_ring, check_room, config, dissolve)
 
 
 def _fake_model(settings: ServeSettings) -> _Model:
@@ -214,45 +231,65 @@ def _fake_host_rows(settings: ServeSettings, max_rows: int) -> int:
     return settings.kv_host_bytes // _FAKE_ROW_BYTES
 
 
-def _local_rings(settings: ServeSettings, config: RingConfig) -> Callable[[str], Ring]:
+def _local_rings(config: RingConfig) -> Callable[[str], Ring]:
     from stage.local_ring import LocalRing
 
     return lambda name: LocalRing(_named(config, name))
 
 
-def _ray_rings(settings: ServeSettings, config: RingConfig) -> Callable[[str], Ring]:
+def _ray_rings(
+    settings: ServeSettings, config: RingConfig, front: Front
+) -> tuple[Callable[[str], Ring], Callable[[str], None]]:
+    """Makes one, and lets one that outlives us end."""
+    from stage.lease import Served
     from stage.ray_ring import RayCluster, RayRing
 
     cluster = RayCluster(settings.ray_address)
-    return lambda name: RayRing(_named(config, name), cluster)
+    made: dict[str, RayRing] = {}
+
+    def where() -> Served:
+        return Served(front.grpc, front.http)
+
+    def make(name: str) -> Ring:
+        made[name] = RayRing(_named(config, name), cluster, where)
+        return made[name]
+
+    return make, lambda name: made[name].dissolve()
 
 
 def _named(config: RingConfig, name: str) -> RingConfig:
     """A folder of its own: what one ring gives up, another one may count on."""
+    if config.detached:
+        config = replace(config, name=name)
     return config if config.kv_disk is None else replace(config, kv_disk=config.kv_disk / name)
 
 
-def _ring_config(settings: ServeSettings, folder: Path, name: str) -> RingConfig:
-    """Refuses what does not fit, before anything loads."""
+def _ring_config(
+    settings: ServeSettings, folder: Path, name: str, there: Standing | None = None
+) -> RingConfig:
+    """Refuses what does not fit, before anything loads. What is loaded already fits."""
     from stage.config import RingConfig
 
     device = _device(settings)
     plan = _plan(settings, folder, device)
-    plan.check()
-    _check_host_bytes(settings)
+    if there is None:
+        plan.check()
+        _check_host_bytes(settings)
     config = RingConfig(
         model_dir=folder,
         model=name,
-        splits=tuple((stage.first, stage.last) for stage in plan.stages),
+        splits=plan.splits if there is None else there.splits,
         lanes=settings.lanes,
-        max_rows=plan.max_rows,
+        max_rows=plan.max_rows if there is None else there.max_rows,
         device=device,
         dtype=plan.dtype,
         numerics=settings.numerics,
         spread=settings.spread,
+        detached=settings.detached,
         kv_host_bytes=settings.kv_host_bytes,
-        kv_disk=_folder(settings.kv_disk),
+        kv_disk=usable_folder(settings.kv_disk),
         kv_disk_bytes=settings.kv_disk_bytes,
+        mirror=settings.mirror,
         rings=settings.rings,
         spares=settings.spares,
         probe_s=settings.probe_s,
@@ -268,20 +305,10 @@ def _check_host_bytes(settings: ServeSettings) -> None:
     from stage.host_memory import available_bytes
 
     wanted, here = settings.kv_host_bytes or 0, _stages_here(settings)
+    wanted *= 2 if settings.mirror else 1
     if wanted * here > (free := available_bytes()):
         told = f"{here} stages of {wanted} bytes are more than the {free} that this host has free"
         raise InvalidSetting("kv_host_bytes", told)
-
-
-def _folder(kv_disk: Path | None) -> Path | None:
-    """Raises InvalidSetting here, where the operator sees it. Stages live elsewhere, and go on without a folder."""
-    if kv_disk is None:
-        return None
-    try:
-        kv_disk.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidSetting("kv_disk", str(error)) from error
-    return kv_disk.resolve()
 
 
 def _check_room(settings: ServeSettings, config: RingConfig) -> None:

@@ -6,6 +6,7 @@ HF_TOKEN and HF_HUB_OFFLINE hold, since huggingface_hub reads them.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ BUILT_IN = "smollm2"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 _HINT = f"; {BUILT_IN} is built in"
+# The fault of the disk here, not of the way to the hub.
+_NOT_STORED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR)
 
 Note = Callable[[str], None]
 
@@ -93,6 +96,8 @@ def _why_not(error: Exception) -> str:
             return "the hub has none of that name"
         case HfHubHTTPError():
             return f"the hub refuses ({_first_line(error)})"
+    if isinstance(error, OSError) and error.errno in _NOT_STORED:
+        return f"the hub's files cannot be kept in {constants.HF_HUB_CACHE} ({error.strerror})"
     return f"the hub cannot be reached ({_first_line(error)})"
 
 

@@ -15,11 +15,16 @@ from coordinator.driver import RingDriver
 from coordinator.errors import InvalidValue
 from coordinator.ring import ProgressSink
 from coordinator.router import Router
+from gateway.standing import ring_name
 
 log = logging.getLogger(__name__)
 
 # How often a draining ring is asked whether its last turn has ended.
 _IDLE_CHECK_S = 0.1
+
+
+def _nothing(_: str) -> None:
+    """Rings end with their process, or before."""
 
 
 class RingSet:
@@ -32,11 +37,16 @@ class RingSet:
         progress: Callable[[str], ProgressSink],
         check_room: Callable[[], None],
         settle_s: float = 0.0,
+        prefix: str = "ring",
+        dissolve: Callable[[str], None] = _nothing,
     ) -> None:
         """`check_room` raises SetupError when this machine has no memory for one more ring; it may take a while.
 
         `settle_s`: what a ring gets, behind its last turn, to write back the rows of idle lanes.
+        `dissolve`: is told of a ring that is stopped for good, not only by this process.
         """
+        self._prefix = prefix
+        self._dissolve = dissolve
         self._router = router
         self._make = make
         self._progress = progress
@@ -108,6 +118,8 @@ class RingSet:
 
     async def _stop(self, driver: RingDriver) -> None:
         self._router.remove(driver.name)
+        if not self._stopping.is_set():
+            self._dissolve(driver.name)
         try:
             await driver.stop()
         finally:
@@ -116,6 +128,6 @@ class RingSet:
 
     def _next_name(self) -> str:
         """Never used twice: a session's pin to a ring that has gone must not mean another one."""
-        name = f"ring-{self._named}"
+        name = ring_name(self._prefix, self._named)
         self._named += 1
         return name

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from coordinator.config import SchedulerSettings
+from coordinator.config import UNREAD_S, SchedulerSettings
 from coordinator.errors import InvalidSetting
+from gateway.intake import MOST_BYTES
 from gateway.observing.settings import ObserveSettings
 from gateway.safety.settings import SafetySettings
 
 KV_DISK_BYTES = 16 * 2**30
+# How much longer than the coordinator fronts bear with who does not read: it ends such a turn first, and says why.
+PATIENCE = 1.1
 _MOST_SPARES = 1024
 
 
@@ -62,10 +65,16 @@ class GrpcSettings:
     # gRPC's default is hours.
     keepalive_s: float = 30.0
     keepalive_timeout_s: float = 20.0
+    # Calls at once; gRPC itself refuses more before it reads them. Each may bring a message of that size.
+    max_calls: int = 800
+    # Seconds that an answer may lie unread: SchedulerSettings.unread_s.
+    unread_s: float = UNREAD_S
 
     def __post_init__(self) -> None:
         _check_listening(self, "grpc_port")
-        for name in ("keepalive_s", "keepalive_timeout_s"):
+        if self.max_calls < 1:
+            raise InvalidSetting("max_calls", f"must be at least 1, got {self.max_calls}")
+        for name in ("keepalive_s", "keepalive_timeout_s", "unread_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise InvalidSetting(name, f"must be greater than 0, got {value}")
@@ -86,8 +95,8 @@ class HttpSettings:
     max_connections: int = 800
     # Seconds from a request's first byte to its last: 16 MiB at 1 Mbit/s take 134.
     request_s: float = 180.0
-    # Seconds that an answer may lie unread once its connection's buffers are full.
-    unread_s: float = 60.0
+    # Seconds that an answer may lie unread once its connection's buffers are full: SchedulerSettings.unread_s.
+    unread_s: float = UNREAD_S
 
     def __post_init__(self) -> None:
         _check_listening(self, "http_port")
@@ -117,12 +126,15 @@ class ServeSettings:
     served_name: str | None = None  # None: the model folder's name
     ray_address: str | None = None  # HOST:PORT; None: a Ray of our own on this machine
     spread: bool = False  # a node of the cluster for each stage of a ring
+    detached: bool = False  # the rings outlive this process, for the next one to go on with
     draft_model: str | None = None  # None: only what stood in the context before is drafted
     # Of each stage, for rows that have left their lanes; None: a quarter of what the host has, shared by its stages.
     kv_host_bytes: int | None = None
     # A folder that keeps them over a restart; each ring has one of its own in it.
     kv_disk: Path | None = None
     kv_disk_bytes: int = KV_DISK_BYTES  # of each stage
+    # Another stage keeps a copy of what each has in host memory, and gives it to whatever takes its place.
+    mirror: bool = False
     # Of each ring: loaded processes that wait to take a lost stage's place.
     spares: int = 0
     # Seconds between the probes of a stage's process, and without an answer until it counts as lost.
@@ -130,6 +142,8 @@ class ServeSettings:
     probe_timeout_s: float = 5.0
     # Seconds that a stage may load without any progress.
     load_timeout_s: float = 300.0
+    # Bytes of requests that are held at once, by all fronts together.
+    request_bytes: int = MOST_BYTES
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     grpc: GrpcSettings = field(default_factory=GrpcSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
@@ -147,12 +161,22 @@ class ServeSettings:
             raise InvalidSetting("max_rows", f"must be at least 2, got {self.max_rows}")
         if not self.model:
             raise InvalidSetting("model", "is empty")
+        longest = max(self.grpc.max_message_bytes, self.http.max_body_bytes)
+        if self.request_bytes < longest:
+            told = f"must be at least {longest}, the longest request, got {self.request_bytes}"
+            raise InvalidSetting("request_bytes", told)
         if self.draft_model is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("draft_model", "a fake ring has no vocabulary to share")
         if self.ray_address is not None and not _is_ray_address(self.ray_address):
             raise InvalidSetting(
                 "ray_address",
                 f"must be HOST:PORT as for ray start --address, got {self.ray_address!r}",
+            )
+        if self.detached and (self.ring is not RingKind.RAY or self.ray_address is None):
+            raise InvalidSetting(
+                "detached",
+                "needs --ring ray and --ray-address: a Ray of our own ends with this process; "
+                "start one with `ray start --head`",
             )
         if (self.grpc.guarded or self.http.guarded) and not self.safety.keeps_strangers_out:
             raise InvalidSetting("host", "no key and no authority of clients keeps strangers out")
@@ -174,6 +198,16 @@ class ServeSettings:
             raise InvalidSetting("kv_disk", "rows get there from host memory; kv_host_bytes is 0")
         if self.kv_disk is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("kv_disk", "a fake ring has no rows to keep")
+        if self.mirror:
+            self._check_mirror()
+
+    def _check_mirror(self) -> None:
+        if self.ring is not RingKind.RAY:
+            raise InvalidSetting("mirror", "needs --ring ray: other rings' stages end together")
+        if self.stages < 2:
+            raise InvalidSetting("mirror", "needs another stage to keep the copy")
+        if self.kv_host_bytes == 0:
+            raise InvalidSetting("mirror", "copies what lies in host memory; kv_host_bytes is 0")
 
     def _check_waits(self) -> None:
         for name in ("probe_s", "probe_timeout_s", "load_timeout_s"):

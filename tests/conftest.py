@@ -70,6 +70,33 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of four layers, three of which are recurrent."""
+    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, set_seed
+
+    set_seed(3)
+    config = Qwen3_5TextConfig(
+        vocab_size=199,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        eos_token_id=None,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=[*["linear_attention"] * 3, "full_attention"],
+    )
+    folder = tmp_path_factory.mktemp("hybrid")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def local_ring_factory(tiny_model: Path) -> RingFactory:
     from stage.config import RingConfig
     from stage.local_ring import LocalRing

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours: told apart by all eyes, and in grey.
 _WARM, _COLD, _CONTROL, _LOADED = "#0072B2", "#D55E00", "#009E73", "#56B4E9"
-_STAGES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+SERIES_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _DPI = 150
 # Points of an occupancy curve, at most; each averages over several frames, of which a long one takes half a second.
 _POINTS, _POINT_S = 120, 1.0
@@ -58,21 +58,22 @@ def plot_multiturn(
 ) -> None:
     """Raises SetupError when the file cannot be written."""
     panels = 2 if samples and samples[0].busy_s else 1
-    figure, axes = _figure(panels, 3.7 * panels)
+    figure, axes = new_figure(panels, 3.7 * panels)
     _draw_ttft(axes[0], curves)
     if panels == 2:
         _draw_occupancy(axes[1], samples, phases)
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_occupancy(path: Path, samples: Sequence[Sample], phases: Sequence[Phase]) -> None:
     """Raises SetupError when the file cannot be written."""
-    figure, axes = _figure(1, 3.9)
+    figure, axes = new_figure(1, 3.9)
     _draw_occupancy(axes[0], samples, phases)
-    _save(figure, path)
+    save(figure, path)
 
 
-def _figure(panels: int, height: float) -> tuple[Figure, list[Axes]]:
+def new_figure(panels: int, height: float) -> tuple[Figure, list[Axes]]:
+    """Panels below one another, in the bench's looks."""
     # No pyplot: it keeps figures in a global and may look for a display.
     from matplotlib.figure import Figure as NewFigure
 
@@ -124,7 +125,7 @@ def _draw_occupancy(axes: Axes, samples: Sequence[Sample], phases: Sequence[Phas
     shares = [busy_shares(samples, begin, begin + width) for begin in begins]
     middles = [begin + width / 2 - zero for begin in begins]
     for stage in range(len(samples[0].busy_s)):
-        colour = _STAGES[stage % len(_STAGES)]
+        colour = SERIES_COLOURS[stage % len(SERIES_COLOURS)]
         line = [share[stage] * 100 for share in shares]
         axes.plot(middles, line, color=colour, linewidth=1.3, label=samples[0].stages[stage])
     for index, phase in enumerate(phases):
@@ -140,7 +141,8 @@ def _draw_occupancy(axes: Axes, samples: Sequence[Sample], phases: Sequence[Phas
     axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Raises SetupError when the file cannot be written."""
     try:
         figure.savefig(path, dpi=_DPI)
     except (OSError, ValueError) as error:

@@ -6,20 +6,69 @@ arguments, no thoughts. That changes the end of what the session had, and must n
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 from coordinator.sessions import History
 from gateway.chat.boundaries import AddedTokens
 
+Encode = Callable[[str], Sequence[int]]
 
-def kept(history: History | None, text: str, added: AddedTokens) -> History | None:
+
+def kept(history: History | None, text: str, added: AddedTokens, encode: Encode) -> History | None:
     """The branch that the text shares most with: whole where the text goes on from it at a special token, else cut in
     front of the last special token that both have.
     """
+    history = as_far_as(history, text)
     if history is None:
         return None
     _, branch = max(((_shared(each.text, text), each) for each in history.branches()), key=_first)
     if text.startswith(branch.text) and _is_seam(branch, text, added):
         return branch
+    if branch.ends and (whole := _completed(branch, text, added, encode)) is not None:
+        return whole
     return _cut(branch, _shared(branch.text, text), added)
+
+
+def as_far_as(history: History | None, text: str) -> History | None:
+    """What may end with ids that are nobody's ends with the last one that the text shares."""
+    if history is None or not any(each.ends for each in history.branches()):
+        return history
+    first, *others = (_trimmed(each, text) for each in history.branches())
+    return replace(first, others=tuple(others))
+
+
+def _trimmed(history: History, text: str) -> History:
+    if not history.ends:
+        return replace(history, others=())
+    # Of several ids that end there, all but the first are parts of a character that follows.
+    count = bisect_right(history.ends, _shared(history.text, text))
+    count = bisect_left(history.ends, history.ends[count - 1]) + 1 if count else 0
+    end = history.ends[count - 1] if count else 0
+    return History(history.text[:end], history.token_ids[:count], ends=history.ends[:count])
+
+
+def _completed(history: History, text: str, added: AddedTokens, encode: Encode) -> History | None:
+    """An answer that was cut lacks its last token in the lane: what is left of it is encoded by itself. Only where a
+    tokenizer would have made other tokens than the lane's, which is how generated text is told from a client's.
+    """
+    begin, ids = _since_special(history, added)
+    end = len(history.text)
+    if ids == tuple(encode(history.text[begin:])):
+        return None
+    until = next((place for place, _ in added.places(text[end:])), len(text) - end)
+    rest = tuple(encode(text[end : end + until]))
+    return History(text[: end + until], history.token_ids + rest)
+
+
+def _since_special(history: History, added: AddedTokens) -> tuple[int, tuple[int, ...]]:
+    """Where the text behind the last special token begins, and its ids."""
+    specials = (
+        n for n in reversed(range(len(history.ends))) if history.token_ids[n] in added.special_ids
+    )
+    count = 1 + next(specials, -1)
+    return (history.ends[count - 1] if count else 0), history.token_ids[count:]
 
 
 def _is_seam(history: History, text: str, added: AddedTokens) -> bool:

@@ -81,7 +81,7 @@ class ChatRenderer:
             return guarded(self._template, part, talk.tools, args, generate=generate)
 
         text = rendered(talk.messages, generate=True) + begun
-        known = kept(history, text, self._added)
+        known = kept(history, text, self._added, self._encode)
         ids = splice(known, text, self._encode, self._added.special_ids.__contains__)
         if not ids:
             raise InvalidValue("messages", "the conversation renders to nothing")

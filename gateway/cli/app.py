@@ -17,11 +17,14 @@ from coordinator.errors import SetupError
 from gateway.cli.asking import Address, ApiKey, ClientCert, TlsCa
 from gateway.cli.bench import bench
 from gateway.cli.cache import app as cache_app
+from gateway.cli.chaos import chaos
 from gateway.cli.chat_options import ChatOptions
+from gateway.cli.detached import drain, ps, stop
 from gateway.cli.exits import fail
 from gateway.cli.flags import (
     ApiKeyFile,
     ApiKeys,
+    Detached,
     DeviceFlag,
     DraftModelFlag,
     Drafts,
@@ -46,6 +49,7 @@ from gateway.cli.flags import (
     LogLevelFlag,
     MaxRows,
     MetricsPrefix,
+    Mirror,
     Model,
     NumericsFlag,
     Operators,
@@ -53,8 +57,10 @@ from gateway.cli.flags import (
     ProbeS,
     ProbeTimeoutS,
     QueueLimit,
+    QueueTokens,
     RayAddress,
     ReplyTimeoutS,
+    RequestBytes,
     Ring,
     Rings,
     ServedName,
@@ -64,6 +70,7 @@ from gateway.cli.flags import (
     TlsCert,
     TlsClientCa,
     TlsKey,
+    UnreadS,
     Verbose,
 )
 from gateway.cli.output import open_missing
@@ -86,6 +93,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(rings_app, name="rings")
 app.add_typer(cache_app, name="cache")
+app.command()(chaos)
 
 _DEFAULTS = ServeSettings(model="default")
 _GRPC = GrpcSettings()
@@ -126,12 +134,17 @@ def serve(
     drafts: Drafts = _SCHEDULER.max_drafts,
     draft_model: DraftModelFlag = _DEFAULTS.draft_model,
     queue_limit: QueueLimit = _SCHEDULER.queue_limit,
+    queue_tokens: QueueTokens = _SCHEDULER.queue_tokens,
+    unread_s: UnreadS = _SCHEDULER.unread_s,
+    request_bytes: RequestBytes = _DEFAULTS.request_bytes,
     served_name: ServedName = _DEFAULTS.served_name,
     ray_address: RayAddress = _DEFAULTS.ray_address,
     spread: Spread = _DEFAULTS.spread,
+    detached: Detached = _DEFAULTS.detached,
     kv_host_bytes: KvHostBytes = _DEFAULTS.kv_host_bytes,
     kv_disk: KvDisk = _DEFAULTS.kv_disk,
     kv_disk_bytes: KvDiskBytes = _DEFAULTS.kv_disk_bytes,
+    mirror: Mirror = _DEFAULTS.mirror,
     spare: Spares = _DEFAULTS.spares,
     reply_timeout_s: ReplyTimeoutS = _SCHEDULER.reply_timeout_s,
     heal_timeout_s: HealTimeoutS = _SCHEDULER.heal_timeout_s,
@@ -191,10 +204,12 @@ def serve(
             served_name=served_name,
             ray_address=ray_address,
             spread=spread,
+            detached=detached,
             draft_model=draft_model,
             kv_host_bytes=kv_host_bytes,
             kv_disk=kv_disk,
             kv_disk_bytes=kv_disk_bytes,
+            mirror=mirror,
             spares=spare,
             probe_s=probe_s,
             probe_timeout_s=probe_timeout_s,
@@ -202,15 +217,28 @@ def serve(
             scheduler=SchedulerSettings(
                 max_drafts=drafts,
                 queue_limit=queue_limit,
+                queue_tokens=queue_tokens,
+                unread_s=unread_s,
                 reply_timeout_s=reply_timeout_s,
                 heal_timeout_s=heal_timeout_s,
                 heal_attempts=heal_attempts,
             ),
+            request_bytes=request_bytes,
             grpc=GrpcSettings(
-                host=host, port=grpc_port, guarded=guarded, insecure=insecure, drain_s=drain_s
+                host=host,
+                port=grpc_port,
+                guarded=guarded,
+                insecure=insecure,
+                drain_s=drain_s,
+                unread_s=unread_s,
             ),
             http=HttpSettings(
-                host=host, port=http_port, guarded=guarded, insecure=insecure, drain_s=drain_s
+                host=host,
+                port=http_port,
+                guarded=guarded,
+                insecure=insecure,
+                drain_s=drain_s,
+                unread_s=unread_s,
             ),
             safety=safety,
             observe=observe,
@@ -300,6 +328,11 @@ def demo(
     except SetupError as error:
         raise typer.Exit(fail(error)) from None
     raise typer.Exit(0 if exact else 1)
+
+
+app.command()(ps)
+app.command()(stop)
+app.command()(drain)
 
 
 def main() -> None:

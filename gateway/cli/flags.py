@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gateway.cli.sizes import parse_size
+from gateway.intake import MOST_BYTES
 from gateway.observing.settings import LogFormat, LogLevel
 from gateway.settings import KV_DISK_BYTES, Device, Dtype, Numerics, RingKind
 
@@ -62,7 +63,35 @@ DraftModelFlag = Annotated[
     ),
 ]
 QueueLimit = Annotated[
-    int, typer.Option(envvar="RINGSERVE_QUEUE_LIMIT", help="Turns that may wait for a lane.")
+    int,
+    typer.Option(
+        envvar="RINGSERVE_QUEUE_LIMIT", help="Turns that may wait for a lane, on each ring."
+    ),
+]
+QueueTokens = Annotated[
+    int | None,
+    typer.Option(
+        envvar="RINGSERVE_QUEUE_TOKENS",
+        help="Prompt tokens to be computed that may wait with them; one turn may always wait.",
+        show_default="what a ring prefills in two minutes, a lane's rows at least",
+    ),
+]
+UnreadS = Annotated[
+    float,
+    typer.Option(
+        envvar="RINGSERVE_UNREAD_S",
+        help="Seconds that nothing of an answer may be read before its turn ends.",
+    ),
+]
+RequestBytes = Annotated[
+    int,
+    typer.Option(
+        envvar="RINGSERVE_REQUEST_BYTES",
+        parser=parse_size,
+        metavar="SIZE",
+        help="Bytes of requests that are held at once, until they are answered.",
+        show_default=f"{MOST_BYTES // 2**20}M",
+    ),
 ]
 ServedName = Annotated[
     str | None,
@@ -86,6 +115,15 @@ Spread = Annotated[
         "--spread",
         envvar="RINGSERVE_SPREAD",
         help="A machine of the Ray cluster for each stage, where it has that many.",
+    ),
+]
+Detached = Annotated[
+    bool,
+    typer.Option(
+        "--detached",
+        envvar="RINGSERVE_DETACHED",
+        help="The rings outlive this process: the next one finds them in the Ray cluster, and goes on with what they "
+        "hold.",
     ),
 ]
 KvHostBytes = Annotated[
@@ -115,6 +153,15 @@ KvDiskBytes = Annotated[
         metavar="SIZE",
         help="Disk space of each stage for --kv-disk.",
         show_default=f"{KV_DISK_BYTES // 2**30}G",
+    ),
+]
+Mirror = Annotated[
+    bool,
+    typer.Option(
+        "--mirror",
+        envvar="RINGSERVE_MIRROR",
+        help="Another stage keeps a copy of each stage's --kv-host-bytes, for what takes the place of a lost one. "
+        "Costs that memory twice.",
     ),
 ]
 Spares = Annotated[

@@ -26,7 +26,8 @@ def show_plan(settings: ServeSettings) -> None:
         f"largest context, in one lane: {_limited(plan.largest_context, plan)}\n"
         "memory: what is free now, of each GPU or else of this host, split between its stages\n"
         f"KV: in blocks of {ROW_STEP} rows\n"
-        f"store: each GiB of --kv-host-bytes, of each stage, is room for {plan.store_rows_per_gib} rows",
+        f"store: each GiB of --kv-host-bytes, of each stage, is room for {plan.store_rows_per_gib} rows; "
+        "--mirror takes as much again",
         highlight=False,
         soft_wrap=True,
     )

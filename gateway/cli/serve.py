@@ -33,6 +33,7 @@ INTERRUPTED = 130
 _LONGEST_STOP_S = 5.0
 _NO_TLS = "warning: no --tls-cert: keys, prompts and answers can be read on their way"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_INSTALL_EVERY_S = 0.2
 
 
 def serve_until_interrupted(settings: ServeSettings) -> int:
@@ -98,9 +99,11 @@ class _Interrupts:
         self._may_drain = False
         self._stopping = False
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._keeping: asyncio.Task[None] | None = None
 
     def __enter__(self) -> _Interrupts:
         self._install()
+        self._keeping = asyncio.create_task(self._keep())
         return self
 
     def __exit__(
@@ -109,18 +112,25 @@ class _Interrupts:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
     def drain_from_now(self) -> None:
         """The next signal is a request to drain, not to stop."""
-        # Once more: Ray's core sets a handler of its own for SIGTERM, which prints a stack.
         self._install()
         self._may_drain = True
 
     async def asked(self) -> None:
         await self._asked.wait()
+
+    async def _keep(self) -> None:
+        """While it loads, Ray's core sets a handler of its own for SIGTERM, at some moment: one that prints a stack."""
+        while not self._may_drain:
+            self._install()
+            await asyncio.sleep(_INSTALL_EVERY_S)
 
     def _install(self) -> None:
         loop = asyncio.get_running_loop()

@@ -40,7 +40,7 @@ class TurnLine:
     decode_s: float | None = None
     drafted: int | None = None
     accepted: int | None = None
-    pauses: int | None = None  # while its ring healed
+    recoveries: int | None = None  # of its ring, meanwhile
 
 
 class TurnLog:
@@ -63,7 +63,7 @@ class _LoggedTurn:
         self._finished: TurnFinished | None = None
         self._first_s: float | None = None
         self._tokens = 0
-        self._pauses = 0
+        self._recoveries = 0
 
     def told(self, event: TurnEvent, at_s: float) -> None:
         match event:
@@ -74,7 +74,7 @@ class _LoggedTurn:
             case TurnStarted():
                 self._started = event
             case TurnRecovering():
-                self._pauses += 1
+                self._recoveries += 1
             case TurnFinished():
                 self._finished = event
 
@@ -91,7 +91,7 @@ class _LoggedTurn:
             total_s=_seconds(at_s - self._opened_s),
             generated_tokens=self._tokens,
             ttft_s=None if first_s is None else _seconds(first_s - self._opened_s),
-            pauses=self._pauses or None,
+            recoveries=self._recoveries or None,
         )
         if self._started is not None:
             line = _with_start(line, self._started)

@@ -8,16 +8,18 @@ the call's memory when a handler does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from coordinator.errors import InvalidValue
 from gateway.errors import grpc_status, is_internal
+from gateway.intake import Intake
 from gateway.safety.guard import Guard
 from gateway.safety.keys import Caller
 
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
 _LONGEST_REQUEST_ID = 128
+_TELLING_S = 2.0
 
 # What they change, or show, is everybody's.
 OPERATORS_METHODS = frozenset({"AddRing", "DrainRing", "ListNodes", "PinPrefix", "DropNode"})
@@ -36,9 +39,10 @@ _Check = Callable[[Any], Caller]
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Guards the methods whose path begins with `/service/`."""
 
-    def __init__(self, service: str, guard: Guard) -> None:
+    def __init__(self, service: str, guard: Guard, intake: Intake) -> None:
         self._prefix = f"/{service}/"
         self._guard = guard
+        self._intake = intake
 
     async def intercept_service(
         self,
@@ -55,8 +59,20 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         # Without a deserializer the call brings bytes: grpc would answer malformed ones without any details.
         name = handler_call_details.method.removeprefix(self._prefix)
         check = self._guard.operator if name in OPERATORS_METHODS else self._guard.caller
-        guarded = _guarded(behaviour, handler.request_deserializer, check)
+        held = _holding(behaviour, self._intake)
+        guarded = _guarded(held, handler.request_deserializer, check)
         return make(guarded, None, handler.response_serializer)
+
+
+def _holding(behaviour: _Behaviour, intake: Intake) -> _Behaviour:
+    """What a message takes of the memory is counted until its answer has ended."""
+
+    async def call(message: Any, context: Any) -> Any:
+        with intake.opened() as held:
+            held.add(message.ByteSize())
+            return await behaviour(message, context)
+
+    return call
 
 
 def _guarded(behaviour: _Behaviour, parse: Callable[[bytes], Any], check: _Check) -> _Behaviour:
@@ -92,13 +108,16 @@ def _name(message: Any, request_id: str) -> None:
         message.request_id = request_id
 
 
-async def _abort(context: Any, error: Exception, request_id: str) -> NoReturn:
+async def _abort(context: Any, error: Exception, request_id: str) -> None:
     if is_internal(error):
         logger.error("request=%s failed", request_id, exc_info=error)
     else:
         logger.info("request=%s refused: %s", request_id, error.__class__.__name__)
-    await context.abort_with_status(grpc_status(error, request_id=request_id))
-    raise AssertionError("abort_with_status returned")
+    # A status lies behind what was sent before: a client that does not read is told when it reads on, or never. The
+    # call is over here all the same, as it is for a client that leaves meanwhile.
+    with contextlib.suppress(TimeoutError, grpc.aio.InternalError):
+        async with asyncio.timeout(_TELLING_S):
+            await context.abort_with_status(grpc_status(error, request_id=request_id))
 
 
 def _given_request_id(context: Any) -> str:

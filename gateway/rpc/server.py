@@ -14,7 +14,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from coordinator.errors import InvalidSetting
+from coordinator.errors import CannotListen
+from gateway.listening import check_free
 from gateway.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from gateway.rings import RingSet
 from gateway.rpc.health import RingHealth
@@ -23,7 +24,7 @@ from gateway.rpc.servicer import SERVICE_NAME, GenerationServicer
 from gateway.safety.guard import OPEN, Guard
 from gateway.safety.tls import ServerTls
 from gateway.service import GenerationService
-from gateway.settings import GrpcSettings
+from gateway.settings import PATIENCE, GrpcSettings
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     # Two servers on one port would share its calls without a word.
@@ -62,10 +63,11 @@ async def serve_grpc(
     rings: RingSet | None = None,
     guard: Guard = OPEN,
 ) -> AsyncIterator[str]:
-    """Listens and yields the address; on leaving, running turns get `drain_s` to end. Raises InvalidSetting."""
+    """Listens and yields the address; on leaving, running turns get `drain_s` to end. Raises CannotListen."""
     health = RingHealth(SERVICE_NAME, lambda: any(status.ready for status in service.rings()))
     server = grpc.aio.server(
-        interceptors=(CallGuard(SERVICE_NAME, guard),),
+        interceptors=(CallGuard(SERVICE_NAME, guard, service.intake),),
+        maximum_concurrent_rpcs=settings.max_calls,
         options=(
             *_OPTIONS,
             *_keepalive(settings),
@@ -73,7 +75,8 @@ async def serve_grpc(
         ),
     )
     add_servicer: Any = add_GenerationServiceServicer_to_server
-    add_servicer(GenerationServicer(service, rings, guard), server)
+    unread_s = settings.unread_s * PATIENCE
+    add_servicer(GenerationServicer(service, rings, guard, unread_s), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if settings.reflection:
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
@@ -100,13 +103,15 @@ def _credentials(tls: ServerTls) -> Any:
 def _bind(server: Any, settings: GrpcSettings, tls: ServerTls | None) -> str:
     host = f"[{settings.host}]" if ":" in settings.host.strip("[]") else settings.host
     host = host.replace("[[", "[").replace("]]", "]")
+    # gRPC would write why it cannot into a line of its own, and raise without it.
+    check_free(host, settings.port, "--grpc-port")
     try:
         if tls is None:
             port = server.add_insecure_port(f"{host}:{settings.port}")
         else:
             port = server.add_secure_port(f"{host}:{settings.port}", _credentials(tls))
     except RuntimeError as error:
-        raise InvalidSetting("grpc_port", f"cannot listen on {host}:{settings.port}") from error
+        raise CannotListen(f"cannot listen on {host}:{settings.port}: {error}") from error
     return f"{host}:{port}"
 
 

@@ -6,13 +6,14 @@ cancellation always reaches this coroutine, and with it the job; as an async gen
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from coordinator.errors import InvalidValue, SetupError
+from coordinator.errors import InvalidValue, SetupError, SlowReader
 from gateway.pb import generation_pb2 as pb
 from gateway.pb.generation_pb2_grpc import GenerationServiceServicer
 from gateway.rings import RingSet
@@ -27,7 +28,12 @@ SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["GenerationService"].full_nam
 
 
 class GenerationServicer(GenerationServiceServicer):
-    def __init__(self, service: GenerationService, rings: RingSet | None, guard: Guard) -> None:
+    """`unread_s`: how long a message may wait for its client."""
+
+    def __init__(
+        self, service: GenerationService, rings: RingSet | None, guard: Guard, unread_s: float
+    ) -> None:
+        self._unread_s = unread_s
         self._service = service
         self._rings = rings
         self._guard = guard
@@ -40,7 +46,12 @@ class GenerationServicer(GenerationServiceServicer):
         # context.cancelled() may still be False while we are being cancelled: only leaving the block is sure.
         async with aclosing(self._service.generate(turn)) as events:
             async for event in events:
-                await context.write(convert.response(event))
+                try:
+                    async with asyncio.timeout(self._unread_s):
+                        await context.write(convert.response(event))
+                except TimeoutError:
+                    # Thrown where the turn is watched: whoever counts sees why it ended.
+                    await events.athrow(SlowReader(self._unread_s))
 
     async def CountTokens(
         self, request: pb.CountTokensRequest, context: Any

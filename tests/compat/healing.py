@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.frames import Epoch
 from coordinator.held import Holding
-from fakering.faults import Lose
+from fakering.faults import Lose, Pending
 from fakering.ring import FakeRing
 
 # The frame behind a prompt of a few chunks that decodes: in the middle of an answer.
@@ -19,6 +19,11 @@ class HeldUp(FakeRing):
         super().__init__(*sizes, **kinds)
         self.heals = asyncio.Event()
         self.may_heal = asyncio.Event()
+
+    def lose_next(self, stage: int) -> None:
+        """The stage dies of the next frame that reaches it."""
+        network = self.network
+        network._faults = Pending((Lose(stage, network._reached[stage]),))
 
     async def open_epoch(self, epoch: Epoch) -> Holding:
         self.heals.set()

@@ -20,8 +20,9 @@ from coordinator.streams import JobStream
 from fakering.clock import VirtualClock
 from fakering.faults import Fault, FaultScript, Refuse
 from fakering.model import FakeModel
+from fakering.plan import PlannedJob
 from fakering.ring import FakeRing
-from fakering.simulation import PlannedJob, Simulation
+from fakering.simulation import Simulation
 from fakering.texts import novel
 
 MODEL = FakeModel(vocab_size=90, seed=5)

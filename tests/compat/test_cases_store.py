@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -254,14 +255,38 @@ def _half_written(file: Path) -> None:
     file.rename(file.with_name(file.name + ".part"))
 
 
-def _cut_short(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
+def _cut(end: int) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(file.read_bytes()[:end])
 
 
-def _other_rows(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+def _flip(offset: int) -> Callable[[Path], object]:
+    def change(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[offset] ^= 1
+        file.write_bytes(data)
+
+    return change
+
+
+def _flip_a_token(file: Path) -> None:
+    data = file.read_bytes()
+    _flip(data.index(array("i", FIRST[2 * NODE : 3 * NODE]).tobytes()) + 8)(file)
+
+
+def _become_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _hold_another_node(file: Path) -> None:
+    others = file.parent.glob(f"*{file.name[file.name.index('.') :]}")
+    file.write_bytes(next(each for each in others if each != file).read_bytes())
+
+
+def _hold_anothers_layers(file: Path) -> None:
+    id_ = file.name.partition(".")[0]
+    others = (each for each in file.parent.glob(f"{id_}.*") if each != file)
+    file.write_bytes(next(others).read_bytes())
 
 
 # What happens to one stage's file of the third block, and whether a start can see it.
@@ -269,17 +294,37 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "nothing": (_nothing, True),
     "it is gone": (Path.unlink, True),
     "it was being written": (_half_written, True),
-    "it is cut short": (_cut_short, True),
-    "its rows are others": (_other_rows, False),
+    "it is empty": (_cut(0), True),
+    "it is cut short": (_cut(-1), True),
+    "it is cut in its header": (_cut(40), True),
+    "it is of no kind": (_flip(0), True),
+    "its header is another": (_flip(60), True),
+    "its tokens are others": (_flip_a_token, True),
+    "its rows are others": (_flip(-1000), False),
+    "its last byte is another": (_flip(-1), False),
+    "it is a folder": (_become_a_folder, True),
+    "it is another node's": (_hold_another_node, True),
+    "it is another stage's": (_hold_anothers_layers, True),
 }
+UNTOLD = ("nothing", "it is gone", "it was being written")
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("damage", "stage"),
+    [("nothing", 0), ("its rows are others", 0), *((each, 1) for each in DAMAGES)],
+)
 async def test_a_killed_server_restores_what_it_says_that_it_restores(
-    tiny_model: Path, tmp_path: Path, killed: Saved, damage: str, stage: int
+    tiny_model: Path,
+    tmp_path: Path,
+    killed: Saved,
+    damage: str,
+    stage: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """ggml-org/llama.cpp#25913: a restore reports success for 14,906 tokens, and the next request computes them all."""
+    """ggml-org/llama.cpp#25913: a restore reports success for 14,906 tokens, and the next request computes them all.
+
+    Whatever happened to a file is a miss and one line.
+    """
     disk = tmp_path / "disk"
     shutil.copytree(killed.disk, disk)
     change, is_seen = DAMAGES[damage]
@@ -293,6 +338,9 @@ async def test_a_killed_server_restores_what_it_says_that_it_restores(
         counts = it.driver.status().counts
         again = await answer(it.driver, (*killed.prompt, *got.tokens, 5), "s")
     assert (got.tokens, got.cached) == (killed.expected.tokens, there)
+    told = [r.getMessage() for r in caplog.records if r.name == "stage.kv.disk"]
+    # That a folder stands in its place is also seen when it is to be written anew.
+    assert len(told) == (0 if damage in UNTOLD else 2 if damage == "it is a folder" else 1), told
     # What was not restored was really computed, and nothing else.
     computed = len(killed.prompt) - there + COUNT - 1
     assert (counts.restored_rows, counts.refusals) == (there, 0 if is_seen else counts.refusals)

@@ -50,8 +50,20 @@ def turn(text: str = PROMPT, tokens: int = 40, **more: Any) -> TurnRequest:
     return TurnRequest(TextPrompt(text), sampling=greedy, max_tokens=tokens, draft=False, **more)
 
 
-async def told(client: Any, asked: TurnRequest) -> list[TurnEvent]:
-    async with client.generate(asked) as stream:
+async def told(it: Any, asked: TurnRequest) -> list[TurnEvent]:
+    """A held up ring heals once the client has heard of it: news that a token overtakes are not told."""
+    events = []
+    async with it.client.generate(asked) as stream:
+        async for event in stream:
+            events.append(event)
+            if isinstance(event, TurnRecovering) and isinstance(it.ring, HeldUp):
+                it.ring.may_heal.set()
+    return events
+
+
+async def unheard(it: Any, asked: TurnRequest) -> list[TurnEvent]:
+    """The same, of a ring that heals when somebody else says so."""
+    async with it.client.generate(asked) as stream:
         return [event async for event in stream]
 
 
@@ -60,8 +72,8 @@ def tokens_of(events: list[TurnEvent]) -> tuple[int, ...]:
 
 
 async def test_a_grpc_stream_is_told_of_the_pause_and_goes_on_token_for_token(site: Any) -> None:
-    async with site(endless=True, faults=(MID_ANSWER,)) as it:
-        events = await told(it.client, turn())
+    async with site(endless=True, faults=(MID_ANSWER,), kind=HeldUp) as it:
+        events = await told(it, turn())
         status = it.driver.status()
     assert tokens_of(events) == ENDLESS.oracle(tuple(PROMPT.encode()), 40)
     assert isinstance(events[0], TurnStarted)
@@ -75,8 +87,8 @@ async def test_a_grpc_stream_is_told_of_the_pause_and_goes_on_token_for_token(si
 
 
 async def test_a_loss_before_the_first_token_is_told_before_the_start(site: Any) -> None:
-    async with site(endless=True, faults=(Lose(stage=1, nth=0),)) as it:
-        events = await told(it.client, turn())
+    async with site(endless=True, faults=(Lose(stage=1, nth=0),), kind=HeldUp) as it:
+        events = await told(it, turn())
     assert events[0] == LOST
     assert [isinstance(event, TurnStarted) for event in events].index(True) == 1
     assert tokens_of(events) == ENDLESS.oracle(tuple(PROMPT.encode()), 40)
@@ -84,9 +96,9 @@ async def test_a_loss_before_the_first_token_is_told_before_the_start(site: Any)
 
 async def test_the_turn_after_a_recovery_reuses_what_the_last_one_computed(site: Any) -> None:
     async with site(endless=True, faults=(MID_ANSWER,)) as it:
-        first = await told(it.client, turn(session=SessionId("s")))
+        first = await told(it, turn(session=SessionId("s")))
         said = bytes(tokens_of(first)).decode()
-        second = await told(it.client, turn(PROMPT + said + " and?", session=SessionId("s")))
+        second = await told(it, turn(PROMPT + said + " and?", session=SessionId("s")))
     assert isinstance(second[0], TurnStarted)
     assert second[0].cached_prefix >= len(PROMPT) + 39
 
@@ -99,11 +111,10 @@ async def openai_texts(client: Any) -> list[str]:
     async with AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0) as lenient:
         plain = await lenient.completions.create(**PLAIN, stream=True)
         pieces = [chunk.choices[0].text async for chunk in plain]
-    async with client.responses.stream(**RESPONSE) as stream:
-        response = await stream.get_final_response()
+    events = [event async for event in await client.responses.create(**RESPONSE, stream=True)]
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "length"
-    return [said, "".join(pieces), response.output_text]
+    return [said, "".join(pieces), events[-1].response.output_text]
 
 
 async def openai_wholes(client: Any) -> list[str]:
@@ -174,9 +185,9 @@ async def test_a_comment_and_then_signs_of_life_come_between_events_and_in_none(
 
 async def test_a_turn_that_comes_while_the_ring_heals_waits_and_is_served(http: Any) -> None:
     async with http(endless=True, faults=(MID_ANSWER,), kind=HeldUp) as (client, it):
-        running = asyncio.create_task(told(it.client, turn()))
+        running = asyncio.create_task(unheard(it, turn()))
         await it.ring.heals.wait()
-        waiting = asyncio.create_task(told(it.client, turn("later", 7)))
+        waiting = asyncio.create_task(unheard(it, turn("later", 7)))
         whole = asyncio.create_task(client.post("/v1/completions", {**PLAIN, "max_tokens": 7}))
         async with asyncio.timeout(5):
             while it.driver.status().waiting_jobs < 3:
@@ -191,15 +202,30 @@ async def test_a_turn_that_comes_while_the_ring_heals_waits_and_is_served(http: 
     assert body["choices"][0]["text"].encode() == bytes(oracle)
 
 
+async def test_a_turn_that_was_left_before_it_began_leaves_its_session_as_it_was(
+    site: Any,
+) -> None:
+    async with site(endless=True, kind=HeldUp) as it:
+        session = SessionId("s")
+        await told(it, turn(session=session))
+        history = it.service._router.history(session)
+        it.ring.lose_next(stage=1)
+        async with it.client.generate(turn(PROMPT + " other words", session=session)) as stream:
+            assert await anext(stream) == LOST
+        it.ring.may_heal.set()
+        async with asyncio.timeout(5):
+            await it.service.idle()
+        assert history is not None
+        assert it.service._router.history(session) == history
+
+
 async def test_a_deadline_holds_while_the_ring_heals(site: Any) -> None:
     async with site(endless=True, faults=(MID_ANSWER,), kind=HeldUp) as it:
         with pytest.raises(grpc.aio.AioRpcError) as late:
-            await told(it.client, turn(timeout_s=0.5))
+            await unheard(it, turn(timeout_s=0.5))
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         it.ring.may_heal.set()
-        assert tokens_of(await told(it.client, turn())) == ENDLESS.oracle(
-            tuple(PROMPT.encode()), 40
-        )
+        assert tokens_of(await told(it, turn())) == ENDLESS.oracle(tuple(PROMPT.encode()), 40)
 
 
 async def test_readiness_health_and_lists_say_that_it_recovers_and_then_that_it_is_ready(
@@ -207,7 +233,7 @@ async def test_readiness_health_and_lists_say_that_it_recovers_and_then_that_it_
 ) -> None:
     async with http(endless=True, faults=(MID_ANSWER,), kind=HeldUp) as (client, it):
         health = health_pb2_grpc.HealthStub(it.channel)
-        running = asyncio.create_task(told(it.client, turn()))
+        running = asyncio.create_task(unheard(it, turn()))
         await it.ring.heals.wait()
         status, headers, raw = await client.ask("GET", "/ready")
         assert (status, headers["retry-after"]) == (503, "1")
@@ -235,20 +261,22 @@ async def test_readiness_health_and_lists_say_that_it_recovers_and_then_that_it_
 
 
 async def test_a_lost_message_is_a_reason_too(site: Any) -> None:
-    async with site(endless=True, faults=(Drop(leg=2, nth=12),), kind=HeldUp) as it:
-        running = asyncio.create_task(told(it.client, turn()))
-        await it.ring.heals.wait()
-        (ring,) = await it.client.rings()
-        assert ring.reason.startswith("recovering: reply ")
-        it.ring.may_heal.set()
-        events = await running
-    (pause,) = [event for event in events if isinstance(event, TurnRecovering)]
-    assert pause.reason == ring.reason.removeprefix("recovering: ")
-    assert tokens_of(events) == ENDLESS.oracle(tuple(PROMPT.encode()), 40)
+    text = PROMPT * 30  # several frames: the reply behind the lost one tells of it
+    events, why = [], "reply 2 came before 1"
+    async with site(endless=True, faults=(Drop(leg=2, nth=1),), kind=HeldUp) as it:
+        async with it.client.generate(turn(text)) as stream:
+            async for event in stream:
+                events.append(event)
+                if event == TurnRecovering(why):
+                    (ring,) = await it.client.rings()
+                    assert ring.reason == f"recovering: {why}"
+                    it.ring.may_heal.set()
+    assert events.count(TurnRecovering(why)) == 1
+    assert tokens_of(events) == ENDLESS.oracle(tuple(text.encode()), 40)
 
 
 async def test_a_chat_in_the_terminal_shows_a_note(site: Any) -> None:
-    async with site(endless=True, faults=(MID_ANSWER,)) as it:
+    async with site(endless=True, faults=(MID_ANSWER,), kind=HeldUp) as it:
         command = (sys.executable, "-c", "from gateway.cli.app import main; main()", "chat")
         process = await asyncio.create_subprocess_exec(
             *(*command, "--address", it.address, "--temperature", "0", "--max-tokens", "40"),
@@ -256,8 +284,19 @@ async def test_a_chat_in_the_terminal_shows_a_note(site: Any) -> None:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        async with asyncio.timeout(20):
-            output, _ = await process.communicate(b"Hello\n")
-    lines = output.decode().splitlines()
-    assert "(the ring lost a stage; going on shortly)" in lines
-    assert any(line.startswith("[length, 40 tokens") for line in lines)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"Hello\n")
+        process.stdin.close()
+        async with asyncio.timeout(30):
+            while b"(the ring lost a stage; going on shortly)" != (line := await _line(process)):
+                assert line is not None
+            it.ring.may_heal.set()
+            output, _ = await process.communicate()
+    assert b"[length, 40 tokens" in output
+
+
+async def _line(process: Any) -> bytes | None:
+    """Without its end; None: there are no more."""
+    line = await process.stdout.readline()
+    return line.rstrip(b"\n") if line else None

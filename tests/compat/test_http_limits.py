@@ -64,6 +64,9 @@ async def test_a_connection_too_many_is_turned_away_and_the_next_is_served(
         second = await asyncio.open_connection(client.host, client.port)
         async with asyncio.timeout(10):
             await _until_status(client, 503)
+            status, headers, told = await client.post("/v1/messages", {})
+            assert (status, headers["retry-after"]) == (529, "5")
+            assert told["error"]["type"] == "overloaded_error"
             for _, writer in (first, second):
                 writer.close()
                 await writer.wait_closed()

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from coordinator.errors import ContextTooLong, DeadlineExceeded, QueueFull, RingUnavailable
+from coordinator.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    QueueFull,
+    RateLimited,
+    RingUnavailable,
+)
 from coordinator.requests import FinishReason, Timings, Usage
 from gateway.chat.parts import AnswerPart, CallArguments, CallOpened, SaidText, Thought
 from gateway.http.anthropic import content, request
@@ -227,7 +233,8 @@ def test_errors_have_the_statuses_and_words_that_agents_act_on() -> None:
     full = QueueFull(waiting=3, retry_after_s=2.5)
     for error, status, kind in (
         (loading, 529, "overloaded_error"),
-        (full, 429, "rate_limit_error"),
+        (full, 529, "overloaded_error"),
+        (RateLimited(what="jobs", limit=1, retry_after_s=1.0), 429, "rate_limit_error"),
         (ValueError("secret"), 500, "api_error"),
     ):
         response = error_response(error, "r", ANTHROPIC)

@@ -27,6 +27,8 @@ CLIENT_ERRORS = [
     (errors.Cancelled(), "CANCELLED", None),
     (errors.DeadlineExceeded(), "DEADLINE_EXCEEDED", 504),
     (errors.StageLost("gone"), "ABORTED", 500),
+    (errors.SlowReader(60.0), "ABORTED", 408),
+    (errors.TooManyConnections(800), "RESOURCE_EXHAUSTED", 503),
     (errors.ClusterTooSmall(wanted="4 GPU", available="2 GPU"), "RESOURCE_EXHAUSTED", 503),
     (errors.ModelDoesNotFit("needs more"), "RESOURCE_EXHAUSTED", 503),
     (errors.ModelUnusable("no such file"), "FAILED_PRECONDITION", 503),

@@ -120,6 +120,7 @@ async def test_an_error_in_computing_costs_the_stage_and_no_other(
     held = await ring.open_epoch(Epoch(1))
     assert all(len(lane.tokens) == 0 for lane in held.lanes)
     assert [old is new for old, new in zip(stages, ring._stages, strict=True)] == [False, True]
+    assert (ring.health().ready, ring.health().replaced) == (True, 1)
     ring.submit(replace(frame, epoch=Epoch(1)))
     assert (await ring.next_reply()).refusals == ()
     held = await ring.open_epoch(Epoch(2))

@@ -167,14 +167,14 @@ async def test_lanes_and_frames_are_as_they_are_while_a_turn_runs() -> None:
     assert after["lane_rows"] >= len(PROMPT)
 
 
-async def test_the_state_of_a_ring_is_one_of_four() -> None:
+async def test_the_state_of_a_ring_is_one_of_five() -> None:
     async with watched() as it:
         ready = it.figures()
         await it.rings.stop()
         down = it.figures()
-    states = ("ready", "loading", "draining", "down")
-    assert [ready["ring_state", state] for state in states] == [1, 0, 0, 0]
-    assert [down["ring_state", state] for state in states] == [0, 0, 0, 1]
+    states = ("ready", "loading", "recovering", "draining", "down")
+    assert [ready["ring_state", state] for state in states] == [1, 0, 0, 0, 0]
+    assert [down["ring_state", state] for state in states] == [0, 0, 0, 0, 1]
 
 
 async def test_stages_are_timed_by_their_replies() -> None:

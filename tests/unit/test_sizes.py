@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.errors import InvalidSetting
+from coordinator.errors import InvalidSetting, SetupError
 from gateway.cli.sizes import parse_size
-from gateway.launch import _folder, _named
+from gateway.kv_folder import usable_folder
+from gateway.launch import _named
 from gateway.settings import RingKind, ServeSettings
+from stage import stores
 from stage.config import RingConfig
 
 
@@ -55,6 +57,29 @@ def test_a_ring_refuses_it_too(wrong: dict[str, int], tmp_path: Path) -> None:
         RingConfig(tmp_path, "m", ((0, 1),), **wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"ring": RingKind.LOCAL}, {"ring": RingKind.FAKE}, {"stages": 1}, {"kv_host_bytes": 0}],
+)
+def test_a_mirror_without_another_process_or_rows_is_refused(wrong: dict[str, object]) -> None:
+    assert ServeSettings("m", mirror=True).mirror
+    with pytest.raises(InvalidSetting, match="mirror"):
+        ServeSettings("m", mirror=True, **wrong)
+
+
+def test_a_mirror_gets_half_of_what_stages_take_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "available_bytes", lambda: 1600)
+    alone = RingConfig(tmp_path, "m", ((0, 1), (1, 2)))
+    mirrored = replace(alone, mirror=True)
+    with pytest.raises(InvalidSetting, match="mirror"):
+        replace(mirrored, splits=((0, 2),))
+    assert [stores.host_budget(config, 2) for config in (alone, mirrored)] == [200, 100]
+    told = [replace(config, kv_host_bytes=5) for config in (alone, mirrored)]
+    assert [stores.host_budget(config, 2) for config in told] == [5, 5]
+
+
 def test_each_ring_has_a_folder_of_its_own(tmp_path: Path) -> None:
     config = RingConfig(tmp_path, "m", ((0, 1),))
     assert _named(config, "ring-0") == config
@@ -64,6 +89,7 @@ def test_each_ring_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_is_refused_before_anything_loads(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert _folder(tmp_path / "new") == tmp_path / "new"
-    with pytest.raises(InvalidSetting, match="kv_disk"):
-        _folder(tmp_path / "file" / "rows")
+    assert usable_folder(None) is None
+    assert usable_folder(tmp_path / "new") == tmp_path / "new"
+    with pytest.raises(SetupError, match="--kv-disk .*rows: Not a directory; give a folder"):
+        usable_folder(tmp_path / "file" / "rows")

@@ -31,7 +31,8 @@ from coordinator.frames import (
 from coordinator.jobs import Phase
 from coordinator.requests import TokenDelta
 from fakering.model import FakeModel
-from fakering.simulation import PlannedJob, Simulation
+from fakering.plan import PlannedJob
+from fakering.simulation import Simulation
 from fakering.texts import novel
 
 _MODEL = FakeModel(vocab_size=60, seed=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -46,7 +46,7 @@ def turn(
 
 
 class Watched:
-    """`faults` are of the first ring, `also` are observers beside the metrics."""
+    """`faults` are of the first ring, `kind` is that of all rings, `also` are observers beside the metrics."""
 
     def __init__(
         self,
@@ -56,15 +56,17 @@ class Watched:
         prefix: str = PREFIX,
         also: Sequence[TurnObserver] = (),
         settings: SchedulerSettings | None = None,
+        kind: type[FakeRing] = FakeRing,
     ) -> None:
         settings, clock = settings or SchedulerSettings(), SystemClock()
         self.metrics = Metrics(prefix, "fake")
+        self.made: list[FakeRing] = []
 
         def make(name: str) -> RingDriver:
             script = faults if name == "ring-0" else ()
-            ring = FakeRing(
-                2, 2, 512, vocab_size=258, language=ENDLESS, faults=script, host_rows=host_rows
-            )
+            sizes: Any = {"vocab_size": 258, "host_rows": host_rows}
+            ring = kind(2, 2, 512, language=ENDLESS, faults=script, **sizes)
+            self.made.append(ring)
             return RingDriver(name, ring, settings, clock, observers=(self.metrics.rings,))
 
         self.router = Router((), session_limit=8)

@@ -75,6 +75,12 @@ REQUEST_SUCCESS = _counter(
     vllm=True,
 )
 REQUEST_ERRORS = _counter("request_errors", "Turns that failed or were refused.", "code")
+SHED = _counter(
+    "requests_shed",
+    "Requests that were told to come back, by what there was too much of: jobs or tokens that wait for a lane, prompts "
+    "to be read, bytes of requests.",
+    "reason",
+)
 PREFIX_MISS = _counter(
     "prefix_miss", "Turns that reused less than their session's last length, and why.", "reason"
 )
@@ -139,6 +145,7 @@ OF_TURNS = (
     GENERATION_TOKENS,
     REQUEST_SUCCESS,
     REQUEST_ERRORS,
+    SHED,
     PREFIX_MISS,
     FIRST_TOKEN,
     INTER_TOKEN,
@@ -186,6 +193,9 @@ OF_EVENTS = (STAGE_STEP, STAGE_QUEUE, STAGE_TRANSFER, REFUSALS, EPOCHS, RESTORE,
 
 RUNNING = _gauge("num_requests_running", "Turns that have a lane.", vllm=True)
 WAITING = _gauge("num_requests_waiting", "Turns that wait for a lane.", vllm=True)
+PAUSED = _gauge("num_requests_paused", "Of those that run: they rest while their readers lag.")
+PAUSES = _counter("requests_paused", "Times that a turn began to rest since its reader lagged.")
+SLOW_READERS = _counter("slow_readers", "Turns that were ended since nothing was read of them.")
 KV_USAGE = _gauge(
     "kv_cache_usage_perc",
     "Lanes with a running turn over all lanes: a lane's rows are one turn's at a time.",
@@ -251,6 +261,9 @@ HOST_PINNED = _gauge(
 AT_A_LOOK = (
     RUNNING,
     WAITING,
+    PAUSED,
+    PAUSES,
+    SLOW_READERS,
     KV_USAGE,
     CACHE_CONFIG,
     PREFIX_QUERIES,

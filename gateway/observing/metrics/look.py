@@ -75,9 +75,12 @@ class RingLook(Collector):
 
     def _added_up(self, rings: tuple[RingStatus, ...]) -> Iterator[tuple[Family, list[Series]]]:
         counts = self._router.counts()
+        yield families.PAUSED, [(ONE, sum(ring.resting_jobs for ring in rings))]
         queries = counts.prefilled_rows + counts.reused_rows
         in_lanes = counts.reused_rows - counts.restored_rows
         figures = {
+            families.PAUSES: counts.pauses,
+            families.SLOW_READERS: counts.slow_readers,
             families.PREFIX_QUERIES: queries,
             families.PREFIX_HITS: in_lanes,
             families.SPEC_DRAFTS: counts.draft_steps,

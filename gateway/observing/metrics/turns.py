@@ -5,6 +5,7 @@ A turn's tokens count when they come; its sizes and times when it has finished, 
 
 from __future__ import annotations
 
+from coordinator.errors import QueueFull, Shed
 from coordinator.requests import FinishReason, MissKind
 from gateway.observing.metrics import families
 from gateway.observing.metrics.naming import Naming
@@ -21,6 +22,7 @@ class TurnMetrics:
         self.generated_tokens = naming.counter(families.GENERATION_TOKENS)
         self.success = naming.counters(families.REQUEST_SUCCESS)
         self.errors = naming.counters(families.REQUEST_ERRORS)
+        self._shed = naming.counters(families.SHED)
         self.misses = naming.counters(families.PREFIX_MISS)
         self.first_token = naming.histogram(families.FIRST_TOKEN)
         self.inter_token = naming.histogram(families.INTER_TOKEN)
@@ -38,6 +40,12 @@ class TurnMetrics:
             self.success[str(reason)]
         for kind in MissKind:
             self.misses[str(kind)]
+        for much in Shed:
+            self._shed[str(much)]
+
+    def shed(self, reason: Shed) -> None:
+        """A request was turned away, as a turn or before it was one."""
+        self._shed[reason.value].inc()
 
     def opened(self, turn: TurnRequest, at_s: float) -> TurnWatch:
         return _CountedTurn(self, at_s)
@@ -79,6 +87,8 @@ class _CountedTurn:
             self._metrics.success[end].inc()
         else:
             self._metrics.errors[end].inc()
+        if isinstance(error, QueueFull):
+            self._metrics.shed(error.reason)
 
     def _sizes(self, finished: TurnFinished, at_s: float) -> None:
         metrics, usage, took = self._metrics, finished.usage, finished.timings
