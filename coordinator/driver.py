@@ -34,6 +34,7 @@ from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, NodeId, Seq
 from coordinator.lanes import LaneStatus
 from coordinator.observe import RingObserver, RingWatch
+from coordinator.opening import opened
 from coordinator.overload import UNSEEN_LOADING_S
 from coordinator.readers import Reader
 from coordinator.requests import Finished, Request, SessionId, TokenDelta
@@ -238,6 +239,7 @@ class RingDriver:
             pinned_rows=core.retention.index.pinned_rows if core is not None else 0,
             frames_in_flight=_in_flight(core) if core is not None else 0,
             resting_jobs=sum(entry.stream.reader.lags for entry in self._jobs.values()),
+            most_jobs=core.gate.most_jobs if core is not None else 0,
             back_s=UNSEEN_LOADING_S
             if core is None
             else core.gate.healing.left_s(self._clock.now()),
@@ -359,12 +361,7 @@ class RingDriver:
         await asyncio.gather(self._reader, return_exceptions=True)
         await slept(self._clock, delay_s)
         try:
-            async with asyncio.timeout(self._settings.heal_timeout_s):
-                held = await self._ring.open_epoch(epoch)
-        except TimeoutError:
-            within = f"within {self._settings.heal_timeout_s:g} s"
-            self._handle(events.EpochFailed(epoch, f"it did not heal {within}", self._clock.now()))
-            return
+            held = await opened(self._ring, epoch, self._settings.heal_timeout_s)
         except RingLost as lost:
             self._handle(events.EpochFailed(epoch, str(lost), self._clock.now()))
             return

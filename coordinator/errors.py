@@ -36,6 +36,7 @@ Every class has a stable `code` and says whether a retry can help. Edges transla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from types import MappingProxyType
@@ -146,7 +147,7 @@ class QueueFull(BusyError):
 
     def __init__(self, *, waiting: int, retry_after_s: float, reason: Shed = Shed.JOBS) -> None:
         super().__init__(
-            f"{waiting} {_SHED_WORDS[reason]}; try again in {retry_after_s:.0f} s",
+            f"{waiting} {_SHED_WORDS[reason]}; try again in {math.ceil(retry_after_s)} s",
             retry_after_s=retry_after_s,
         )
         self.waiting = waiting

@@ -135,6 +135,11 @@ class Gate:
         self.healing = Healing()
 
     @property
+    def most_jobs(self) -> int:
+        """That have lanes or wait."""
+        return self._info.lanes + self._settings.queue_limit
+
+    @property
     def most_tokens(self) -> int:
         """That may wait, of those to be computed."""
         if self._settings.queue_tokens is not None:
@@ -207,9 +212,11 @@ class Gate:
     ) -> Iterator[float]:
         """When each of the line gets its lane: once one comes free, and the ring has had time for those before it."""
         pace = self._pace()
-        ahead = [self._left(job) for job in running]
-        idle = self._info.lanes - len(ahead)
-        free = [from_s] * idle + [from_s + pace.lane_s(each) for each in ahead]
+        ahead = [self._left(job) for job in running if not job.rests]
+        idle = self._info.lanes - len(running)
+        # Nobody knows when who reads slowly will have read: when he is given up at the latest, if he reads no more.
+        resting = [from_s + self._settings.unread_s] * (len(running) - len(ahead))
+        free = [from_s] * idle + [from_s + pace.lane_s(each) for each in ahead] + resting
         heapify(free)
         before = [*sorted(ahead, key=pace.work_s), *line]
         done_s = from_s

@@ -36,6 +36,7 @@ class RingStatus:
     pinned_rows: int = 0
     frames_in_flight: int = 0
     resting_jobs: int = 0  # of those that run: their readers lag
+    most_jobs: int = 0  # that it can ever have, in lanes and waiting
     back_s: float = 0.0  # until it may take jobs again, where it takes none; as far as can be said
     spares: int = 0  # loaded processes that wait to take a lost stage's place
     replaced: int = 0  # stages, since the ring started

@@ -122,6 +122,11 @@ class GenerationService:
         """That one caller may have at once; None: as many as there is room for."""
         return None if self._quotas is None else self._quotas.most_jobs
 
+    @property
+    def room(self) -> int:
+        """Turns that all rings together can ever have at once, running and waiting."""
+        return sum(ring.most_jobs for ring in self._router.rings())
+
     def close_session(self, session: SessionId) -> bool:
         """Cancels the session's turns and forgets it; False when it is unknown."""
         had_turns = self._turns.close(session)

@@ -74,17 +74,20 @@ class Book:
     def ended(self, played: Played) -> None:
         self.streams += 1
         self.refused += played.refused
-        ask = played.step.ask
         if played.error:
             told = f"stream {played.stream} ({played.step.kind}) on {played.ring or 'no ring'}"
             self.lost.append(f"{told}: {played.error}")
         else:
-            self.answers.setdefault(ask, Counter())[played.tokens] += 1
-            self.reused_tokens += played.cached_prefix
-            self.prompt_tokens += len(ask.prompt)
+            self._answered(played)
         for place, mark in enumerate(self.marks):
             if played.sent_s <= mark.at_s < played.ended_s:
                 self.hits.append(self._hit(played, place, mark))
+
+    def _answered(self, played: Played) -> None:
+        ask = played.step.ask
+        self.answers.setdefault(ask, Counter())[played.tokens] += 1
+        self.reused_tokens += played.cached_prefix
+        self.prompt_tokens += len(ask.prompt)
 
     def _hit(self, played: Played, place: int, mark: Mark) -> Hit:
         times = [float("-inf"), *(each.at_s for each in self.marks), float("inf")]

@@ -58,10 +58,14 @@ async def run_chaos(
 ) -> ChaosReport:
     """Raises SetupError."""
     book, struck, problems = Book(), list[Struck](), list[str]()
-    of_gateway = Fault.GATEWAY in options.faults and settings.ring is RingKind.RAY
-    if not of_gateway or len(options.faults) > 1:
-        struck, problems = await _ring_storm(settings, options, book, board)
-    if of_gateway:
+    of_rings = tuple(fault for fault in options.faults if fault is not Fault.GATEWAY)
+    of_gateway = len(of_rings) < len(options.faults)
+    if of_rings:
+        on_rings = replace(options, faults=of_rings)
+        struck, problems = await _ring_storm(settings, on_rings, book, board)
+    if of_gateway and settings.ring is not RingKind.RAY:
+        board.note("not on this kind of ring: gateway")
+    elif of_gateway:
         gateway = GatewayStorm(settings, options, book, board)
         await gateway.blow()
         struck, problems = struck + gateway.struck, problems + gateway.problems

@@ -59,6 +59,9 @@ class Soak:
         self._seen = rings
 
     async def look(self) -> None:
+        """While a ring heals nothing is looked at: then some of what it has is not there, and some is there twice."""
+        if not all(ring.health().ready for ring in self._seen):
+            return
         at_s = time.perf_counter() - self.begin_s
         for role, pid in self._roles():
             # It takes the kernel some ten milliseconds to add a large process up.
@@ -109,8 +112,7 @@ class Soak:
     def _roles(self) -> Iterator[tuple[str, int]]:
         yield GATEWAY, os.getpid()
         for ring in self._seen:
-            # A place that nobody has at the moment would give the others wrong numbers.
-            if isinstance(ring.inner, OfProcesses) and ring.health().ready:
+            if isinstance(ring.inner, OfProcesses):
                 for stage, pid in enumerate(ring.inner.pids):
                     yield f"{ring.name} stage {stage}", pid
 

@@ -17,11 +17,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from coordinator.errors import InvalidValue
+from coordinator.errors import InvalidValue, RingserveError
 from gateway.errors import grpc_status, is_internal
 from gateway.intake import Intake
 from gateway.safety.guard import Guard
-from gateway.safety.keys import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ _TELLING_S = 2.0
 OPERATORS_METHODS = frozenset({"AddRing", "DrainRing", "ListNodes", "PinPrefix", "DropNode"})
 
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
-_Check = Callable[[Any], Caller]
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
@@ -59,9 +57,21 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         # Without a deserializer the call brings bytes: grpc would answer malformed ones without any details.
         name = handler_call_details.method.removeprefix(self._prefix)
         check = self._guard.operator if name in OPERATORS_METHODS else self._guard.caller
+        try:
+            check(handler_call_details.invocation_metadata or ())
+        except RingserveError as error:
+            # As a stream of requests, none of which is read: a stranger's message is never in our memory.
+            return grpc.stream_stream_rpc_method_handler(_refusing(error))
         held = _holding(behaviour, self._intake)
-        guarded = _guarded(held, handler.request_deserializer, check)
+        guarded = _guarded(held, handler.request_deserializer)
         return make(guarded, None, handler.response_serializer)
+
+
+def _refusing(error: RingserveError) -> _Behaviour:
+    async def call(_: Any, context: Any) -> None:
+        await _abort(context, error, _given_request_id(context))
+
+    return call
 
 
 def _holding(behaviour: _Behaviour, intake: Intake) -> _Behaviour:
@@ -75,11 +85,10 @@ def _holding(behaviour: _Behaviour, intake: Intake) -> _Behaviour:
     return call
 
 
-def _guarded(behaviour: _Behaviour, parse: Callable[[bytes], Any], check: _Check) -> _Behaviour:
+def _guarded(behaviour: _Behaviour, parse: Callable[[bytes], Any]) -> _Behaviour:
     async def call(raw: bytes, context: Any) -> Any:
         request_id = _given_request_id(context)
         try:
-            check(context.invocation_metadata() or ())
             message = _parsed(parse, raw)
             request_id = _clean(getattr(message, "request_id", "")) or request_id
             request_id = request_id or uuid.uuid4().hex

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import socket
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,8 @@ from stage.ray_ring.cluster import NAMESPACE
 
 # A stage that loads, or computes, answers all the same.
 _ANSWER_S = 5.0
+# For a gateway to hear that its stages are another one's before it hears of their deaths: two messages.
+_NOTICE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +131,21 @@ async def end_ring(ring: str, *, force: bool = False) -> RingSight:
     sight = await find_ring(ring)
     if sight.tenure is not None and not force:
         raise SetupError(f"{ring} is driven by {sight.tenure.owner}; drain it, or give --force")
+    if sight.tenure is not None:
+        await _take_by_force(ring)
     await asyncio.to_thread(end_all, ring)
     return sight
+
+
+async def _take_by_force(ring: str) -> None:
+    """A gateway that had its stages taken away makes no new ones."""
+    us = Owner(uuid.uuid4().hex, socket.gethostname(), os.getpid())
+    for actor in (await asyncio.to_thread(actors_of, ring)).values():
+        with contextlib.suppress(RayError, TimeoutError):
+            held = await asked(actor, "claim", us, "", within_s=_ANSWER_S)
+            if held is not None:
+                await asked(actor, "claim", us, held.owner.id, within_s=_ANSWER_S)
+    await asyncio.sleep(_NOTICE_S)
 
 
 def end_all(ring: str, but: Sequence[str] = ()) -> None:

@@ -37,6 +37,7 @@ class Member:
         self.index = 0  # of the stage that it is for
         self.loaded: int | None = None  # the stage whose slice it has
         self.loss: str | None = None
+        self.taken = False  # somebody else drives it
         self.silence: str | None = None  # while a probe is not answered in time
         self.last: Probe | None = None
         self._heard = asyncio.Event()  # while it is not silent
@@ -164,11 +165,14 @@ class Member:
         return call.done() or self._gone.done()
 
     async def _live(self) -> None:
-        """The call that never returns fails when the process dies."""
+        """The call fails when the process dies. It returns only where somebody else drives the stage from now on."""
         try:
             await self.call("live")
         except RayError as error:
             self.lose(in_a_line(error))
+        else:
+            self.taken = True
+            self._on_news(self)
 
     async def _probe(self, probe_s: float, timeout_s: float) -> None:
         while not self._gone.done():

@@ -33,6 +33,7 @@ from stage.transport import Endpoint, Sender
 
 # For what is on its way to the disk when a ring is stopped.
 _WRITE_S = 5.0
+_TAKEN = "it was taken from this gateway, by another one or by `ringserve stop`"
 
 
 class RayRing:
@@ -259,11 +260,11 @@ class _Started:
             living = [member for member in self.seats.members if member.loss is None]
             self._taken = await is_taken(living, self._owner, self._config.call_s)
         if self._taken:
-            raise RingLost(None, "another gateway drives it now")
+            raise RingLost(None, _TAKEN)
 
     def _lose_all(self) -> None:
         self._taken = True
-        self.replies.fail(None, "another gateway drives it now")
+        self.replies.fail(None, _TAKEN)
 
     async def _watch(self, member: Member, running: asyncio.Task[Any], epoch: Epoch) -> None:
         """Waits for the end of a stage's loop. That of its process has its own watcher."""
@@ -276,7 +277,9 @@ class _Started:
 
     def _news(self, member: Member) -> None:
         """It is lost, or silent. Either ends the epoch; the next turn tells them apart."""
-        if member in self.seats.members:
+        if member.taken:
+            self._lose_all()
+        elif member in self.seats.members:
             self.replies.fail(member.index, str(member.loss or member.silence))
         else:
             self.seats.spares.lost(member)

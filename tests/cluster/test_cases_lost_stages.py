@@ -41,12 +41,12 @@ VOCABULARY = NAP  # of the prompts: none of them asks for a nap
 COUNT = 24
 # From a kill to the end of whatever waited for it, on a loaded machine: a process starts, imports torch and loads.
 END_S = 60.0
-PROBE_TIMEOUT_S = 2.5
-NAP_S = 4.0
+PROBE_TIMEOUT_S = 4.0
+NAP_S = 6.0
 SETTINGS = SchedulerSettings(
     frame_rows=32,
     chunk_rows=32,
-    reply_timeout_s=10.0,
+    reply_timeout_s=20.0,
     heal_timeout_s=END_S,
     heal_backoff_s=0.1,
     heal_attempts=3,

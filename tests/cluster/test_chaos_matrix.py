@@ -93,7 +93,7 @@ async def test_no_stream_is_wrong_or_lost_whichever_stage_is_killed_in_whatever_
     found.append((case, told))
     assert told.is_clean, told
     assert told.kills >= KILLS
-    assert sum(kind.streams_hit for kind in told.faults) >= KILLS
+    assert sum(kind.streams_hit for kind in told.faults) >= KILLS // 2
 
 
 def test_all_of_the_kills_were_made_and_a_warm_spare_shortens_the_pause(

@@ -175,7 +175,7 @@ async def test_a_gateway_that_fell_silent_loses_the_ring_and_disturbs_its_succes
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
             await hand.reply_to(frame)
-    with pytest.raises(RingLost, match="another gateway drives it now"):
+    with pytest.raises(RingLost, match="it was taken from this gateway"):
         await one.open_epoch(Epoch(later.epoch + 1))
     assert not one.health().ready
     pids = two.pids
@@ -316,3 +316,20 @@ async def test_of_two_that_make_a_ring_at_once_one_does(gateways: Gateways) -> N
     assert [type(each) for each in failures] == [SetupError]
     (made,) = (each for each in results if not isinstance(each, BaseException))
     assert made[0].health().ready
+
+
+async def test_a_ring_that_is_stopped_by_hand_is_not_made_anew_by_its_gateway(
+    gateways: Gateways,
+) -> None:
+    from stage.ray_ring.census import end_ring
+
+    ring, info = await gateways.start()
+    handles = processes(ring.pids)
+    with pytest.raises(SetupError, match="tiny-0 is driven by a gateway .* or give --force"):
+        await end_ring("tiny-0")
+    await end_ring("tiny-0", force=True)
+    assert await all_end(handles, 5.0)
+    assert not ring.health().ready
+    with pytest.raises(RingLost, match="it was taken from this gateway"):
+        await ring.open_epoch(Epoch(info.epoch + 1))
+    assert await sight("tiny-0") is None

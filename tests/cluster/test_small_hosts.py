@@ -5,6 +5,7 @@ A container has 64 MB of /dev/shm where nobody asked for more, and Ray's object 
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import subprocess
@@ -12,10 +13,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from coordinator.errors import SetupError
+from coordinator.errors import RingLost, SetupError
+from coordinator.frames import Epoch
+from stage.replies import ReplyQueue
 
 pytestmark = pytest.mark.cluster
 
@@ -114,3 +119,23 @@ def test_an_object_store_without_shared_memory_lies_elsewhere(
     else:
         assert session.object_store_folder(tmp_path, _STORE) == str(tmp_path)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+async def test_a_ring_without_a_folder_for_its_sockets_says_so_and_may_try_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    from stage.ray_ring import wiring
+
+    def full() -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    here = SimpleNamespace(get_node_id=lambda: "n")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr(wiring, "private_folder", full)
+    made = wiring.Wiring(1, Epoch(0), ReplyQueue(on_lost=lambda: None))
+    member: Any = SimpleNamespace(place=SimpleNamespace(node="n"))
+    with pytest.raises(RingLost, match="no folder for its sockets: .* No space left on device"):
+        await made.connect([member], 0, 1.0)
+    await made.close()

@@ -40,12 +40,7 @@ class Watched:
         self.told.clear()
 
     async def heal(self) -> Holding:
-        epoch = Epoch(next(self.epochs))
-        held = await self.ring.open_epoch(epoch)
-        self.hand.ledger.reset(epoch, held)
-        self.hand._expected.clear()
-        self.hand._replies.clear()
-        return held
+        return await self.hand.open_epoch(Epoch(next(self.epochs)))
 
     async def answer(self, lane: int = 0) -> tuple[int, ...]:
         return (await self.hand.turn(lane, self.prompt, 4)).tokens

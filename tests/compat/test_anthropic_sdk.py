@@ -247,9 +247,9 @@ async def test_a_full_queue_says_when_to_come_again(anthropic_sdk: Making) -> No
         ask: Any = {**ASK, "max_tokens": 400, "stream": True}
         running = [asyncio.create_task(client.messages.create(**ask)) for _ in range(5)]
         await until(lambda: fake.driver.status().waiting_jobs == 1)
-        with pytest.raises(anthropic.RateLimitError) as full:
+        with pytest.raises(anthropic.OverloadedError) as full:
             await client.messages.create(**ASK)
-        assert full.value.type == "rate_limit_error"
+        assert full.value.type == "overloaded_error"
         assert int(full.value.response.headers["retry-after"]) >= 1
         for task in running:
             task.cancel()

@@ -13,7 +13,9 @@ import pytest
 
 from coordinator.requests import SamplingSpec
 from gateway.client import error_info
+from gateway.rpc.servicer import SERVICE_NAME
 from gateway.turns import TextPrompt, TurnDelta, TurnRequest
+from tests.compat.guarded import guarded
 from tests.compat.http_client import until
 from tests.compat.overloaded import (
     GREEDY,
@@ -125,6 +127,25 @@ async def test_an_http_client_that_reads_nothing_loses_its_turn_and_nobody_else_
         assert place.driver.status().busy_lanes == 0
         await until(lambda: place.is_idle)
         writer.transport.abort()
+
+
+async def test_more_choices_than_can_ever_run_and_wait_are_refused_for_good() -> None:
+    """A retry would find no more room. As many as there is room for are served."""
+    async with crowded_place(queue_limit=3) as place:
+        body = {**asking("choices", 5), "n": 6}
+        status, headers, told = await place.http.post("/v1/chat/completions", body)
+        assert (status, told["error"]["param"]) == (400, "n")
+        assert headers["x-should-retry"] == "false"
+        status, _, told = await place.http.post("/v1/chat/completions", {**body, "n": 5})
+        assert (status, len(told["choices"])) == (200, 5)
+
+
+async def test_a_strangers_grpc_message_is_never_read() -> None:
+    """He is answered before it has come: what he sends of it is no byte of our memory."""
+    async with guarded() as it, it.channel() as channel:
+        call = channel.stream_stream(f"/{SERVICE_NAME}/Generate")()
+        async with asyncio.timeout(20):
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_bytes_of_requests_are_bounded_and_small_ones_always_find_room() -> None:

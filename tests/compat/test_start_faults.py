@@ -179,3 +179,38 @@ def _answers(port: int) -> bool:
             return asking.recv(64).startswith(b"HTTP/1.1 200")
     except OSError:
         return False
+
+
+_TAKES_OVER = """
+import asyncio, signal
+from contextlib import asynccontextmanager
+
+import gateway.cli.serve as serve
+from gateway.settings import RingKind, ServeSettings
+
+@asynccontextmanager
+async def launch(settings, board):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    await asyncio.sleep(3 * serve._INSTALL_EVERY_S)
+    print("loading", flush=True)
+    await asyncio.Event().wait()
+    yield
+
+serve.launch = launch
+raise SystemExit(serve.serve_until_interrupted(ServeSettings("m", ring=RingKind.FAKE)))
+"""
+
+
+def test_a_signal_while_loading_is_heard_though_a_library_took_it_over() -> None:
+    """Ray's core sets a handler of its own, which prints a stack."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TAKES_OVER],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"loading\n"
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=_END_S)
+    assert (process.returncode, errors) == (130, b"interrupted\n")

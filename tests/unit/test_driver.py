@@ -212,6 +212,17 @@ async def test_a_ring_that_does_not_heal_is_given_up_after_a_while() -> None:
             driver.submit(Request(_PROMPT))
 
 
+async def test_a_fault_of_ours_in_healing_costs_the_ring_and_nobody_waits_for_ever() -> None:
+    class Faulty(FakeRing):
+        async def open_epoch(self, epoch: Epoch) -> Holding:
+            raise ZeroDivisionError("planted")
+
+    clock = VirtualClock()
+    async with _driver(clock, Lose(stage=1, nth=3), kind=Faulty) as driver:
+        with pytest.raises(StageLost, match="ZeroDivisionError: planted"):
+            await clock.drive(_read(driver.submit(Request(_PROMPT, max_new_tokens=50))))
+
+
 async def test_a_turn_that_comes_while_the_ring_heals_waits_for_it() -> None:
     clock, healed = VirtualClock(), asyncio.Event()
 

@@ -161,16 +161,21 @@ async def test_lost_stages_cost_no_row_that_was_in_host_memory(
         assert all(it.ring.taken)
 
 
-@pytest.mark.parametrize("splits", [((0, 2), (2, 4)), ((0, 3), (3, 4))])
+@pytest.mark.parametrize(
+    ("splits", "losses"),
+    [(((0, 2), (2, 4)), ((0, 1),)), (((0, 3), (3, 4)), ((0,), (1,)))],
+    ids=["both recurrent", "one recurrent"],
+)
 async def test_recurrent_states_come_back_with_the_rows(
-    tiny_hybrid: Path, splits: Splits, slices: Slices
+    tiny_hybrid: Path, splits: Splits, losses: tuple[tuple[int, ...], ...], slices: Slices
 ) -> None:
     """Also to a stage that has no rows, and beside one that has no states."""
     async with served(tiny_hybrid, splits, slices) as it:
         undisturbed = await it.conversation()
         assert undisturbed >= 64
-        for lost in ((0,), (1,), (0, 1)):
+        for lost in losses:
             assert await it.conversation(*lost) == undisturbed
+        assert it.ring.taken
         assert all(it.ring.taken)
 
 
@@ -192,6 +197,13 @@ async def test_a_state_whose_rows_did_not_come_is_not_kept(
         taken = [stage.take_back(each) for each in (state, rows, state)]
         assert taken == [False, True, True]
     assert set(stage.holding().checkpoints) == ends != set()
+
+
+async def test_without_a_copy_all_is_computed_again(tiny_model: Path, slices: Slices) -> None:
+    """The control of the tests above."""
+    async with served(tiny_model, ((0, 2), (2, 4)), slices, copies=0) as it:
+        assert await it.conversation() == 64
+        assert await it.conversation(0) == 0
 
 
 async def test_a_copy_of_a_part_gives_back_a_part(tiny_model: Path, slices: Slices) -> None:

@@ -158,6 +158,19 @@ async def test_those_who_are_turned_away_at_once_are_not_told_to_come_back_at_on
         assert again.retry_after_s <= told[2]
 
 
+async def test_a_lane_whose_reader_lags_is_not_expected_to_come_free_soon() -> None:
+    clock = VirtualClock()
+    async with ringing(clock, lanes=1, queue_limit=1, unread_tokens=8) as driver:
+        await warmed(clock, driver)
+        driver.submit(asked(1, 20, answer=60))
+        for _ in range(100):
+            clock.advance(0.02)
+            await clock.settle()
+        assert driver.status().resting_jobs == 1
+        driver.submit(asked(2))
+        assert refusal(lambda: driver.submit(asked(3))).retry_after_s == 60.0
+
+
 async def test_of_several_full_rings_the_one_that_has_room_first_is_told_of() -> None:
     clock = VirtualClock()
     async with ringing(clock, lanes=1, queue_limit=1) as one:

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.errors import ClusterTooSmall
 from stage.config import RingConfig
-from stage.placement import along_nodes, for_stages, next_spare, share_of
+from stage.placement import along_nodes, for_stages, keeper_shift, next_spare, share_of
 
 CONFIG = RingConfig(Path("m"), "m", ((0, 1), (1, 2)), cpu_share=0.5)
 ON_GPUS = share_of(replace(CONFIG, device="cuda"))
@@ -88,3 +88,18 @@ def test_spares_are_dealt_from_the_tail_backwards_and_where_one_is_missing() -> 
     held.remove(1)
     held.remove(1)
     assert next_spare(held, 3) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shift"),
+    [("aa", 1), ("ab", 1), ("abc", 1), ("aaaa", 1), ("aabb", 2), ("aaab", 1), ("aaabbb", 3)],
+)
+def test_another_machine_keeps_what_a_stage_has_where_that_can_be(nodes: str, shift: int) -> None:
+    assert keeper_shift(nodes, [None] * len(nodes)) == shift
+
+
+def test_whoever_keeps_a_stages_nodes_stays_their_keeper() -> None:
+    """Also where a spare took a stage to another machine, and some keep nothing yet."""
+    assert keeper_shift("aacb", [2, 3, 0, 1]) == 2
+    assert keeper_shift("aabb", [3, None, 1, None]) == 1
+    assert keeper_shift("aabb", [None, None, None, 2]) == 1

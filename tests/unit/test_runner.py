@@ -111,6 +111,7 @@ def test_it_runs_again_and_nothing_of_the_turn_before_arrives(bench: Bench) -> N
     assert delivery is not None
     assert delivery.message == frame(0)
     assert bench.stage.taken == [0]
+    assert bench.rest(3), "a frame counts once it is done with, which is behind its sending"
     assert bench.runner.pulse.frames == 1
 
 

@@ -45,6 +45,9 @@ class Chat:
         most = self._service.most_turns
         if most is not None and count > most:
             raise InvalidValue("n", f"is {count}, and each key may have {most} turns at once")
+        room = self._service.room
+        if room and count > room:
+            raise InvalidValue("n", f"is {count}, and {room} turns run or wait here at most")
 
     async def _answer(self, request: Request, reader: Reader, *, chat: bool) -> Response:
         asker = self._front.asker(request)

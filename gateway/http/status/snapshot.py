@@ -81,6 +81,7 @@ class RingView:
     busy_lanes: int
     running_jobs: int
     waiting_jobs: int
+    resting_jobs: int  # of those that run: nobody reads them fast enough
     sessions: int
     frames: int
     discarded_frames: int
@@ -199,6 +200,7 @@ class Snapshots:
             busy_lanes=status.busy_lanes,
             running_jobs=status.running_jobs,
             waiting_jobs=status.waiting_jobs,
+            resting_jobs=status.resting_jobs,
             sessions=status.sessions,
             frames=counts.frames,
             discarded_frames=counts.discarded_frames,

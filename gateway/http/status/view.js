@@ -152,7 +152,7 @@ function makeRing(first) {
   function show(ring) {
     put(state, "data-state", ring.state);
     say(state, ring.state);
-    const said = ring.lane_count ? [`${count(ring.waiting_jobs)} waiting`, `epoch ${ring.epoch}`, ring.replaced && `${plural(ring.replaced, "stage")} replaced`, ring.spares && plural(ring.spares, "spare"), ring.numerics, plural(ring.frames, "frame"), plural(ring.refusals, "refusal")] : [];
+    const said = ring.lane_count ? [`${count(ring.waiting_jobs)} waiting`, ring.resting_jobs && `${count(ring.resting_jobs)} paused`, `epoch ${ring.epoch}`, ring.replaced && `${plural(ring.replaced, "stage")} replaced`, ring.spares && plural(ring.spares, "spare"), ring.numerics, plural(ring.frames, "frame"), plural(ring.refusals, "refusal")] : [];
     say(facts, said.filter(Boolean).join("  ·  "));
     reason.hidden = !ring.reason || ring.state === "loading" || ring.state === "draining";
     say(reason, ring.reason);

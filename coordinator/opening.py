@@ -1,0 +1,31 @@
+"""An epoch's opening as the driver waits for it: within its time, and whatever goes wrong is a loss.
+
+It decides nothing: what follows from a loss is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from coordinator.errors import RingLost
+from coordinator.frames import Epoch
+from coordinator.held import Holding
+from coordinator.ring import Ring
+
+_log = logging.getLogger(__name__)
+
+
+async def opened(ring: Ring, epoch: Epoch, within_s: float) -> Holding:
+    """Raises RingLost, and nothing else."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await ring.open_epoch(epoch)
+    except RingLost:
+        raise
+    except TimeoutError as late:
+        raise RingLost(None, f"it did not heal within {within_s:g} s") from late
+    except Exception as broken:
+        # The rim: a bug of ours costs attempts, and then the ring; without a word its jobs would wait for ever.
+        _log.critical("epoch=%d was not opened", epoch, exc_info=broken)
+        raise RingLost(None, f"{type(broken).__name__}: {broken}") from broken
