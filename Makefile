@@ -57,4 +57,4 @@ matrix: $(STAMP)
 MINUTES ?= 30
 MODEL ?= smollm2
 soak: $(STAMP)
-	$(BIN)/ringserve chaos $(MODEL) --minutes $(MINUTES) --every 60 --soak build/soak.json --plot docs/images/soak.png --json
+	$(BIN)/ringserve chaos $(MODEL) --minutes $(MINUTES) --every 60 --kv-host-bytes 64M --soak build/soak.json --plot docs/images/soak.png --json

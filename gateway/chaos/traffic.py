@@ -21,6 +21,8 @@ _VARIANTS = 2
 _HEAD_SENTENCES = 6
 # Share of the turns that ask for drafts.
 _DRAFTED = 0.8
+# Of each stream.
+_SESSIONS = 8
 # A stream that changes between two conversations gives up lanes all the time, and wants them back.
 _CHANGE = 0.4
 _TEMPERATURE = 0.8
@@ -150,9 +152,9 @@ class Chatter:
         self._talks[self._current].answered(step, tokens)
 
     def _begin(self) -> Talk:
-        """A session of its own, also where others have said the same before."""
+        """In a session of its own; the oldest name is used again, since what is kept of sessions is to be bounded."""
         self._begun += 1
-        session = f"chaos-{self._stream}-{self._begun}"
+        session = f"chaos-{self._stream}-{self._begun % _SESSIONS}"
         return Talk(self._dice.randrange(self._shape.pool), session, self._encode, self._shape)
 
 

@@ -192,6 +192,10 @@ class Member:
                     self._heard.set()
             except RayError as error:
                 self.lose(in_a_line(error))
+            except Exception as error:
+                # Without probes it would end itself, healthy as it is, half a minute later.
+                log.exception("probing stage=%d", self.index)
+                self.lose(f"could not be probed: {type(error).__name__}: {error}")
             finally:
                 call.cancel()
 

@@ -105,8 +105,8 @@ def hand_of(ring: RayRing, info: RingInfo) -> Hand:
 
 
 async def fall_silent(ring: RayRing, *, is_over: bool = False) -> None:
-    """As a gateway does that was killed: nothing is asked any more, and its calls are left as they are. `is_over`: its
-    leases have run out by now.
+    """As a gateway does that was killed, or stopped for a while: it asks nothing, hears nothing, and its calls are left
+    as they are. `is_over`: its leases have run out by now.
     """
     from stage.ray_ring.detached import give_back
 
@@ -115,6 +115,7 @@ async def fall_silent(ring: RayRing, *, is_over: bool = False) -> None:
     started._stop_renewing()
     for member in started.seats.members:
         member.unwatch()
+        member._living.cancel()
     if is_over:
         assert started._owner is not None
         await give_back(started.seats.members, started._owner, 10.0)

@@ -36,36 +36,30 @@ LONG = TurnRequest(TextPrompt("long"), sampling=WORDY)
 
 
 async def test_two_hundred_clients_of_two_lanes_are_served_or_told_when_to_come_back() -> None:
-    """On three wires at once. Nobody is told anything else, and nobody comes back more than a few times."""
-    tries: list[int] = []
+    """On three wires at once, and nobody is told anything else. How good the times are that they are told is seen in
+    virtual time: tests/simulation/test_overload.py.
+    """
+    served: list[str] = []
     told: list[float] = []
 
     async def client(place: Place, number: int) -> None:
         wire = WIRES[number % len(WIRES)]
-        for attempt in range(9):
-            answer = await wire(place, f"number {number} " * 4, 12)
-            if answer.text is not None:
-                assert len(answer.text) == 12
-                tries.append(attempt)
-                return
+        while (answer := await wire(place, f"number {number} " * 4, 6)).text is None:
             assert answer.status in BUSY, answer
             assert answer.retry_after_s is not None
             assert 1.0 <= answer.retry_after_s <= 60.0
             told.append(answer.retry_after_s)
             await asyncio.sleep(answer.retry_after_s)
-        raise AssertionError(f"number {number} was never served")
+        served.append(answer.text)
 
-    async with crowded_place(step_s=0.001, queue_limit=16) as place:
+    async with crowded_place(step_s=0.001, queue_limit=32) as place:
         for wire in WIRES:
-            await wire(place, "the first turns tell what turns take", 12)
+            await wire(place, "the first turns tell what turns take", 6)
         await asyncio.gather(*(client(place, number) for number in range(200)))
         assert place.is_idle
         shed = place.figure('requests_shed_total{reason="jobs"}')
-    assert len(tries) == 200
+    assert [len(text) for text in served] == [6] * 200
     assert len(told) == shed > 50
-    came_back = [each for each in tries if each]
-    assert came_back.count(1) > len(came_back) / 2
-    assert max(tries) <= 6
 
 
 async def others_go_on(place: Place) -> None:

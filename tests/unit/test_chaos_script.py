@@ -120,6 +120,7 @@ def test_a_conversation_is_over_before_its_lane_is_full() -> None:
     assert talk.turns < 9
 
 
-def test_two_conversations_of_the_same_text_are_two_sessions() -> None:
-    sessions = {session for stream in range(3) for session, _ in said(4, stream, 60)}
-    assert len(sessions) > 3 * 2
+def test_every_stream_has_some_sessions_of_its_own_however_long_it_talks() -> None:
+    streams = [{session for session, _ in said(4, stream, 200)} for stream in range(3)]
+    assert [len(sessions) for sessions in streams] == [8, 8, 8]
+    assert len(set.union(*streams)) == 24

@@ -13,7 +13,9 @@ from gateway.cli.reference import reference
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
-COMMAND = re.compile(r"ringserve (serve|plan|chat|demo|chaos|bench \w+|rings \w+|cache \w+)\b([^\n`|]*)")
+COMMAND = re.compile(
+    r"ringserve (serve|plan|chat|demo|chaos|bench \w+|rings \w+|cache \w+)\b([^\n`|]*)"
+)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
