@@ -46,7 +46,7 @@ class Tenure:
     renewals: int  # since its owner got it: more of them later tell that he lives
 
     def lives_on(self, later: Tenure) -> bool:
-        """Whether its owner, or another one, has been heard of in between."""
+        """Whether its owner, or another one, has been heard of in between. Of the same stage: each counts its own."""
         return later.owner.id != self.owner.id or later.renewals > self.renewals
 
 
@@ -66,7 +66,10 @@ class Lease:
         tenure = self.tenure(now)
         if tenure is not None and tenure.owner.id not in (owner.id, ended):
             return tenure
-        self._owner, self._until, self._renewals = owner, now + self._lease_s, 0
+        if self.is_of(owner.id):
+            self.renew(owner.id, now)
+        else:
+            self._owner, self._until, self._renewals = owner, now + self._lease_s, 0
         return None
 
     def renew(self, owner: str, now: float) -> bool:
@@ -105,17 +108,23 @@ class Leased(Protocol):
     def release(self, owner: str) -> Awaitable[None]: ...
 
 
-async def claim_all(stages: Sequence[Leased], owner: Owner, ended: str = "") -> Tenure | None:
-    """None: all are the owner's. Else whose the first is that is not, and the owner has none of them.
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The first stage that is another owner's."""
+
+    stage: int
+    tenure: Tenure
+
+
+async def claim_all(stages: Sequence[Leased], owner: Owner, ended: str = "") -> Refused | None:
+    """None: all are the owner's. Else he has none of them.
 
     In order, never at once: of two that come at the same time each would get some.
     """
-    taken: list[Leased] = []
-    for stage in stages:
+    for number, stage in enumerate(stages):
         held = await stage.claim(owner, ended)
         if held is not None:
-            for each in reversed(taken):
+            for each in reversed(stages[:number]):
                 await each.release(owner.id)
-            return held
-        taken.append(stage)
+            return Refused(number, held)
     return None

@@ -48,11 +48,6 @@ class Struck:
     problem: str = ""
     note: str = ""
 
-    @property
-    def until_s(self) -> float:
-        """perf_counter's: when the ring was whole again, as far as is known."""
-        return self.at_s + (self.answered_s or 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -143,8 +138,9 @@ class Striker:
             await asyncio.sleep(planned.lasts_s)
             was_gone = has_ended(pid)
         finally:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            if not has_ended(pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
         ended = was_gone or await until(lambda: has_ended(pid), self._patience.wake_s)
         if not ended:
             return replace(struck, problem=f"process {pid} was woken and lives on")
@@ -157,20 +153,21 @@ class Striker:
         for _ in range(_PULSES):
             await self._victims.hold_up(planned.stage, dice.uniform(*_PULSE_S))
             await asyncio.sleep(dice.uniform(*_PAUSE_S))
-        if len(self._ring.openings) > openings:
-            note = "it was taken for lost"
-            return await self._healed(planned, at_s, openings, hit=hit, note=note)
-        return Struck(planned, at_s, hit)
+        return await self._unharmed(planned, at_s, openings, hit=hit)
 
     async def _fill_disk(self, planned: Planned, sighting: Sighting | None) -> Struck:
         openings, hit = len(self._ring.openings), self._lasts(sighting)
         at_s = self._now(planned)
         with self._victims.full_disk(planned.stage):
             await asyncio.sleep(planned.lasts_s)
-        if len(self._ring.openings) > openings:
-            note = "the ring was lost by it"
-            return await self._healed(planned, at_s, openings, hit=hit, note=note)
-        return Struck(planned, at_s, hit)
+        return await self._unharmed(planned, at_s, openings, hit=hit)
+
+    async def _unharmed(self, planned: Planned, at_s: float, openings: int, *, hit: bool) -> Struck:
+        """What passes by itself may cost time, and no stage."""
+        if len(self._ring.openings) == openings:
+            return Struck(planned, at_s, hit)
+        healed = await self._healed(planned, at_s, openings, hit=hit)
+        return replace(healed, problem=healed.problem or "a stage was lost by it")
 
     def _now(self, planned: Planned) -> float:
         at_s = time.perf_counter()

@@ -86,6 +86,9 @@ def ready_line(running: Running, settings: ServeSettings) -> str:
         f"{info.lanes} lanes x {info.max_rows} rows",
         f"numerics {info.numerics}",
     ]
+    if settings.detached:
+        rows = sum(len(lane.tokens) for lane in info.held.lanes)
+        parts.append(f"detached with {rows} rows from before")
     if running.model_dir is not None:
         parts.append(f"model folder {running.model_dir}")
     return ", ".join(parts)

@@ -28,6 +28,7 @@ from ray.util.placement_group import (
 
 from coordinator.errors import SetupError
 from stage.lease import Owner, Tenure
+from stage.processes import has_ended
 from stage.ray_ring.cluster import NAMESPACE
 
 # A stage that loads, or computes, answers all the same.
@@ -205,12 +206,15 @@ def _in_order(stage: StageSight) -> tuple[bool, int, int]:
 
 
 def _tenure(heard: Sequence[dict[str, Any]]) -> Tenure | None:
-    """The first stage decides."""
+    """The first stage decides. A gateway that is known to have ended drives nothing, however long its lease is."""
     order = sorted(heard, key=lambda each: (each["stage"] is None, each["stage"] or 0))
     known = [each["tenure"] for each in order if each["tenure"] is not None]
     if not known:
         return None
-    return Tenure(Owner(**known[0]["owner"]), known[0]["left_s"], known[0]["renewals"])
+    owner = Owner(**known[0]["owner"])
+    if has_ended(owner.pid, owner.space):
+        return None
+    return Tenure(owner, known[0]["left_s"], known[0]["renewals"])
 
 
 def _least(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -93,12 +93,12 @@ async def find(config: RingConfig, owner: Owner) -> FoundRing | None:
         return None
     await asyncio.to_thread(_check, config, [each.about for each in actors])
     await _claim(config, actors, owner)
-    # Once more: until now somebody else may have driven it.
-    ours = await _heard(config)
+    # Once more: until now somebody else may have driven it. Whoever did not answer is not waited for again.
+    names = tuple(await asyncio.to_thread(actors_of, config.name))
+    ours = await _heard(config, [each.name for each in actors])
     if not ours:
         raise SetupError(f"the stages of {config.name} do not answer any more")
     theirs = replace(ours[0].about.config, model_dir=config.model_dir)
-    names = tuple(await asyncio.to_thread(actors_of, config.name))
     return FoundRing(theirs, group, ours, names)
 
 
@@ -121,10 +121,11 @@ async def _await_answers(config: RingConfig) -> tuple[FoundActor, ...]:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _heard(config: RingConfig) -> tuple[FoundActor, ...]:
+async def _heard(config: RingConfig, of: Collection[str] | None = None) -> tuple[FoundActor, ...]:
     """Those that answer, in the order in which their leases are taken: stages first."""
     handles = await asyncio.to_thread(actors_of, config.name)
-    found = await asyncio.gather(*(_ask(config, *each) for each in handles.items()))
+    asked_for = [each for each in handles.items() if of is None or each[0] in of]
+    found = await asyncio.gather(*(_ask(config, *each) for each in asked_for))
     return tuple(sorted((each for each in found if each is not None), key=_order))
 
 
@@ -171,22 +172,16 @@ def _other(ring: str, differs: str) -> SetupError:
 async def _claim(config: RingConfig, actors: Sequence[FoundActor], owner: Owner) -> None:
     """Raises SetupError: it is another gateway's, who lives."""
     began, ended = time.monotonic(), ""
-    first: Tenure | None = None
-    while (held := await claim_all(actors, owner, ended)) is not None:
-        lives = first is not None and first.lives_on(held)
+    first: dict[int, Tenure] = {}  # by stage
+    while (refused := await claim_all(actors, owner, ended)) is not None:
+        held = refused.tenure
+        lives = first.setdefault(refused.stage, held).lives_on(held)
         if lives or time.monotonic() - began > config.lease_s + _MARGIN_S:
             raise SetupError(f"the detached ring {config.name} is driven by {held.owner}")
         if not ended and has_ended(held.owner.pid, held.owner.space):
             ended = held.owner.id
             continue
-        if first is None:
-            log.info(
-                "waiting ring=%s: %s had it %.1f s ago",
-                config.name,
-                held.owner,
-                config.lease_s - held.left_s,
-            )
-        first = first or held
+        log.info("waiting ring=%s for=%.1f s, of %s", config.name, held.left_s, held.owner)
         await asyncio.sleep(min(held.left_s, _PROBES * config.probe_s))
 
 

@@ -15,7 +15,7 @@ from tests.cluster.gpu_actor import StageActorWithGpu
 if TYPE_CHECKING:
     from stage.ray_ring import RayCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
 
 @pytest.mark.parametrize("visible", ["1,0", "7,3"])

@@ -35,7 +35,7 @@ from tests.cluster.watched_ring import until
 if TYPE_CHECKING:
     from stage.ray_ring import RayCluster, RayRing
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
 VOCABULARY = NAP  # of the prompts: none of them asks for a nap
 COUNT = 24

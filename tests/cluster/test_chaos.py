@@ -14,7 +14,7 @@ from gateway.chaos.traffic import Shape
 from gateway.progress import SilentBoard
 from gateway.settings import RingKind, ServeSettings
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(240)]
 
 SHAPE = Shape(pool=3, turns=3, answer_tokens=24)
 

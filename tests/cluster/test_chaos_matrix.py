@@ -96,6 +96,24 @@ async def test_no_stream_is_wrong_or_lost_whichever_stage_is_killed_in_whatever_
     assert sum(kind.streams_hit for kind in told.faults) >= KILLS // 2
 
 
+async def test_a_gateway_is_killed_twice_and_its_streams_go_on_over_the_same_stages(
+    model: Path,
+) -> None:
+    settings = ServeSettings(model=str(model), lanes=4, max_rows=2048)
+    options = StormOptions(
+        seed=3,
+        faults=parse_faults("gateway"),
+        kills=2,
+        shape=Shape(pool=4, turns=4, answer_tokens=32),
+    )
+    told = await run_chaos(settings, options, SilentBoard())
+    assert told.is_clean, told
+    assert (told.kills, told.faults[0].fault) == (2, "gateway")
+    assert told.asked_again >= 2
+    assert told.reused_share is not None
+    assert told.reused_share > 0.5
+
+
 def test_all_of_the_kills_were_made_and_a_warm_spare_shortens_the_pause(
     found: list[tuple[Case, ChaosReport]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stage.ray_ring import RayCluster
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.cluster,
     pytest.mark.timeout(900),  # it starts several servers, one after another
     pytest.mark.asyncio(loop_scope="session"),
@@ -89,6 +90,7 @@ class Cluster:
         self.address = address
         self.flags = ("--detached", "--lanes", "4", "--max-rows", "1024", "--served-name", "small")
         self.model = model
+        self.ready = ""  # what the last server said
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[tuple[asyncio.subprocess.Process, Client]]:
@@ -96,9 +98,9 @@ class Cluster:
         assert process.stdout is not None
         try:
             async with asyncio.timeout(_START_S):
-                ready = (await process.stdout.readline()).decode()
-            assert ready.startswith("ready: grpc "), await process.communicate()
-            async with Client(ready.split()[2].rstrip(",")) as client:
+                self.ready = (await process.stdout.readline()).decode()
+            assert self.ready.startswith("ready: grpc "), await process.communicate()
+            async with Client(self.ready.split()[2].rstrip(",")) as client:
                 yield process, client
         finally:
             if process.returncode is None:
@@ -170,6 +172,7 @@ async def test_a_killed_gateways_conversations_go_on_where_they_were(cluster: Cl
     async with cluster.serving() as (_, client):
         (later,) = await cluster.rings()
         assert (pids_of(later), later["epoch"]) == (pids_of(ring), ring["epoch"] + 1)
+        assert f"detached with {sum(later['rows'])} rows from before" in cluster.ready
         for talk in talks:
             held, cold = talk.rows, talk.colder()
             assert await talk.turn(client) == held

@@ -91,6 +91,7 @@ async def test_a_killed_stage_is_replaced_and_only_that_one(started: Watched, st
     assert await started.answer() == answer
 
 
+@pytest.mark.long
 async def test_what_a_replaced_stage_has_on_disk_stays_held(
     started: Watched, config: RingConfig
 ) -> None:
@@ -122,6 +123,7 @@ async def test_a_stage_that_hangs_is_found_by_its_probes_and_replaced(started: W
     assert await started.answer() == answer
 
 
+@pytest.mark.long
 async def test_a_stage_that_was_only_slow_to_answer_a_probe_keeps_its_place_and_rows(
     started: Watched,
 ) -> None:
@@ -137,6 +139,7 @@ async def test_a_stage_that_was_only_slow_to_answer_a_probe_keeps_its_place_and_
     assert await started.answer() == answer
 
 
+@pytest.mark.long
 async def test_a_stage_that_fails_in_computing_is_replaced_though_its_process_lives(
     started: Watched,
 ) -> None:
@@ -149,6 +152,7 @@ async def test_a_stage_that_fails_in_computing_is_replaced_though_its_process_li
     assert await started.answer() == answer
 
 
+@pytest.mark.long
 async def test_a_stage_that_never_ends_a_frame_is_replaced_though_it_answers_probes(
     started: Watched,
 ) -> None:
@@ -163,6 +167,7 @@ async def test_a_stage_that_never_ends_a_frame_is_replaced_though_it_answers_pro
     assert await started.answer() == answer
 
 
+@pytest.mark.long
 async def test_a_stage_that_cannot_be_replaced_fails_the_opening_until_it_can(
     started: Watched, config: RingConfig
 ) -> None:
@@ -183,6 +188,7 @@ async def test_a_stage_that_cannot_be_replaced_fails_the_opening_until_it_can(
     assert await started.answer() == answer
 
 
+@pytest.mark.long
 async def test_an_opening_that_is_cancelled_goes_on_in_the_next_one(started: Watched) -> None:
     pids, answer = started.ring.pids, await started.answer()
     os.kill(pids[1], signal.SIGKILL)
@@ -197,6 +203,7 @@ async def test_an_opening_that_is_cancelled_goes_on_in_the_next_one(started: Wat
     assert await started.answer() == answer
 
 
+@pytest.mark.long
 async def test_a_stop_during_healing_ends_everything(started: Watched) -> None:
     alive, lost = started.ring.pids
     made = siblings(alive)

@@ -27,7 +27,7 @@ from tests.cluster.watched_ring import until
 if TYPE_CHECKING:
     from stage.ray_ring import RayCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
 AddNode = Callable[..., AbstractContextManager[Popen[bytes]]]
 _ROOT = Path(__file__).resolve().parents[2]

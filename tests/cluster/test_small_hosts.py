@@ -22,7 +22,7 @@ from coordinator.errors import RingLost, SetupError
 from coordinator.frames import Epoch
 from stage.replies import ReplyQueue
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ALONE = ("unshare", "--map-root-user", "--mount", "sh", "-c")

@@ -20,7 +20,7 @@ from tests.cluster.watched_ring import Watched, all_end, processes, until
 if TYPE_CHECKING:
     from stage.ray_ring import RayCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
 
 @pytest.fixture(scope="module")

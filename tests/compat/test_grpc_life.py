@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from coordinator.errors import InvalidSetting
+from coordinator.errors import CannotListen
 from coordinator.requests import SamplingSpec, SessionId
 from gateway.client import error_info
 from gateway.pb import generation_pb2 as pb
@@ -205,7 +205,7 @@ async def test_a_request_id_is_taken_or_made_and_always_sent_back(site: Sites) -
 async def test_a_port_that_is_taken_is_refused(site: Sites) -> None:
     async with site() as it:
         port = int(it.address.rpartition(":")[2])
-        with pytest.raises(InvalidSetting, match="grpc_port"):
+        with pytest.raises(CannotListen, match="give another one with --grpc-port"):
             async with serve_grpc(it.service, GrpcSettings(port=port)):
                 pass
 

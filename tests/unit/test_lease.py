@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from stage.lease import Lease, Owner, Tenure, claim_all
+from stage.lease import Lease, Owner, Refused, Tenure, claim_all
 from stage.processes import has_ended, process_space
 from stage.runner import Outdated, Runner
 from stage.tenancy import Tenancy
@@ -98,10 +98,10 @@ def test_who_slept_over_its_end_goes_on_unless_another_one_came() -> None:
     assert not lease.renew("one", now=70.0)
 
 
-def test_a_second_claim_of_its_owner_begins_it_anew() -> None:
+def test_a_second_claim_of_its_owner_is_a_renewal() -> None:
     lease = taken()
     assert lease.claim(ONE, now=4.0) is None
-    assert lease.tenure(now=8.0) == Tenure(ONE, left_s=1.0, renewals=0)
+    assert lease.tenure(now=8.0) == Tenure(ONE, left_s=1.0, renewals=1)
 
 
 def test_one_whose_process_is_known_to_be_gone_is_not_waited_for() -> None:
@@ -159,7 +159,7 @@ def test_leases_of_a_ring_are_taken_in_order_and_all_or_none() -> None:
     stages = [Nearby(), Nearby(), Nearby()]
     stages[2].lease.claim(ONE, now=0.0)
     held = asyncio.run(claim_all(stages, TWO))
-    assert held == Tenure(ONE, LEASE_S, 0)
+    assert held == Refused(2, Tenure(ONE, LEASE_S, 0))
     assert [stage.asked for stage in stages] == [
         ["claim two", "release two"],
         ["claim two", "release two"],
