@@ -6,7 +6,7 @@ Decides what is drawn and how often. What is right or wrong simulation.py knows.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.config import SchedulerSettings
@@ -23,7 +23,7 @@ from fakering.faults import (
 )
 from fakering.model import FakeModel
 from fakering.plan import PlannedJob, random_plan
-from fakering.simulation import Simulation, SimulationFailed
+from fakering.simulation import NOTICED, Simulation, SimulationFailed
 
 _VOCABULARY = 60
 _END_TOKEN = _VOCABULARY - 1
@@ -90,15 +90,16 @@ def random_case(seed: int) -> Case:
         end_token=_END_TOKEN,
         end_one_in=dice.choice((8, 40, 400)),
     )
+    tenants = dice.choice((("",), ("a", "b"), ("", "a")))
     plan = random_plan(
         seed,
         jobs=_JOBS,
         vocab_size=_END_TOKEN,
         head=dice.choice((0, 4, 20, 40)),
-        tenants=dice.choice((("",), ("",), ("a", "b"), ("", "a"))),
+        tenants=tenants,
         within_s=dice.choice((1.0, 1.0, 5.0)),
     )
-    return Case(
+    case = Case(
         seed,
         plan,
         _random_faults(dice, seed, stages),
@@ -108,10 +109,29 @@ def random_case(seed: int) -> Case:
         lanes=dice.choice((1, 2, 3, 8)),
         max_rows=dice.choice((24, 64, 160)),
         exact=dice.random() < 0.75,
-        host_rows=dice.choice((0, 8, 60, 1000, _ROOM_FOR_ALL)),
+        host_rows=dice.choice((0, 8, 60, 60, 1000, _ROOM_FOR_ALL)),
         state_rows=dice.choice((0, 0, 4, 16)),
         checkpoints=dice.choice((0, 1, 3, 50)),
         rest_s=dice.choice((0.5, 4.0)),
+    )
+    return _roomy(dice, case, tenants) if dice.random() < 0.25 else case
+
+
+def _roomy(dice: random.Random, case: Case, tenants: Sequence[str]) -> Case:
+    """Few lanes, a large store and turns that come one after the other: whatever is not reused is a fault."""
+    head, within_s = dice.choice((0, 20)), dice.choice((3.0, 8.0))
+    shared = tenants[:1] if dice.random() < 0.5 else tenants
+    plan = random_plan(case.seed, _JOBS, _END_TOKEN, head=head, tenants=shared, within_s=within_s)
+    return replace(
+        case,
+        plan=plan,
+        settings=replace(case.settings, min_copy_rows=1),
+        faults=tuple(fault for fault in case.faults if isinstance(fault, NOTICED)),
+        lanes=dice.choice((1, 2, 2)),
+        max_rows=160,
+        exact=True,
+        host_rows=_ROOM_FOR_ALL,
+        state_rows=0,
     )
 
 

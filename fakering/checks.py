@@ -6,20 +6,24 @@ changes nothing and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coordinator import events
 from coordinator.config import SchedulerSettings
 from coordinator.frames import Epoch, JobId, LaneId, NodeId, Seq
 from coordinator.held import Holding
 from coordinator.lanes import LaneState
-from coordinator.requests import SessionId
+from coordinator.requests import JobEvent, Recovering, SessionId
 from coordinator.ring import RingInfo
 from coordinator.scheduler import Scheduler
 from fakering.network import Network
 from fakering.reference import Reference
 from fakering.stages import FakeStage
 from fakering.truth import RightNodes, check_opened, check_rows, require
+
+# Between two openings.
+_LONGEST_WAIT_S = 30.0
 
 
 class QuietCheck:
@@ -90,6 +94,22 @@ def check_replica(scheduler: Scheduler, reference: Reference) -> None:
     require(states <= replica.nodes.checkpoints, "the index has states that no stage has")
 
 
+def check_taken(
+    scheduler: Scheduler, reference: Reference, held: Holding, actions: Sequence[events.Action]
+) -> None:
+    """At the beginning of an epoch, with room for all: what is held and was not given up may be counted on, but for
+    what a longer node takes the place of at once.
+    """
+    indexed = {node.id for node in scheduler.retention.index.nodes()}
+    frames = [action.frame for action in actions if isinstance(action, events.Send)]
+    spans = [span for frame in frames for op in frame.after for span in op.spans]
+    longer = {(span.parent, span.start): span.end for span in spans}
+    for node in held.nodes:
+        is_replaced = longer.get((node.parent, node.start), 0) > node.end
+        is_known = node.id in indexed or is_replaced or node.id not in reference.nodes
+        require(is_known, "the index does not know of nodes that all stages have")
+
+
 def check_seats(
     before: Sequence[SessionId | None], scheduler: Scheduler, held: Holding, *, trusted: bool
 ) -> None:
@@ -109,32 +129,77 @@ def sessions_of(scheduler: Scheduler) -> tuple[SessionId | None, ...]:
     return tuple(status.session for status in lanes)
 
 
-@dataclass(slots=True)
-class Recoveries:
-    """How often epochs were to be opened since the last good reply, counted here anew."""
+@dataclass(frozen=True, slots=True)
+class Before:
+    """How a scheduler was when an event came."""
 
-    settings: SchedulerSettings
-    openings: int = 0
+    is_down: bool
+    is_recovering: bool
+    epoch: Epoch
+    sessions: tuple[SessionId | None, ...]
+
+
+class Recoveries:
+    """Epochs end when they must and only then, those that ran are told once, and openings follow each other as the
+    settings say.
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._openings = 0  # since the last good reply
 
     def answered(self) -> None:
-        self.openings = 0
-
-    def check_ended(self, delay_s: float, told: Sequence[JobId], ran: Collection[JobId]) -> None:
-        """An epoch ended, and these jobs were told so."""
-        self.openings += 1
-        require(self.openings <= self.settings.heal_attempts, "the ring is not given up")
-        wait = self.settings.heal_backoff_s * 2 ** (self.openings - 2)
-        least, most = (0.0, 0.0) if self.openings == 1 else (min(wait, 30.0), min(wait, 30.0))
-        require(least <= delay_s <= most, f"opening {self.openings} waits {delay_s} s")
-        require(len(told) == len(set(told)), "a job hears twice of one loss")
-        require(set(told) == set(ran), f"jobs {sorted(told)} hear of a loss, {sorted(ran)} ran")
-
-    def check_given_up(self) -> None:
-        require(self.openings >= self.settings.heal_attempts, "the ring is given up too soon")
+        self._openings = 0
 
     @property
     def trusted(self) -> bool:
-        return self.openings <= 1
+        return self._openings <= 1
+
+    def before(self, scheduler: Scheduler) -> Before:
+        epoch = scheduler.ledger.epoch
+        sessions = sessions_of(scheduler)
+        return Before(scheduler.down is not None, scheduler.is_recovering, epoch, sessions)
+
+    def after(
+        self,
+        scheduler: Scheduler,
+        event: events.Event,
+        actions: Sequence[events.Action],
+        before: Before,
+        ran: Sequence[JobId],
+    ) -> bool:
+        """Whether an epoch ended. `ran`: the jobs that had a lane, in the order in which they got it."""
+        told = [a.job for a in actions if isinstance(a, events.Emit) and _is_recovering(a.event)]
+        ended = [action for action in actions if isinstance(action, events.OpenEpoch)]
+        require(len(ended) <= 1, "an epoch ends twice")
+        require(bool(ended) or not told, "a loss is told that is none")
+        if isinstance(event, events.RingBroken) and event.epoch == before.epoch:
+            is_noticed = scheduler.is_recovering or scheduler.down is not None
+            require(is_noticed, "the ring is lost, and its epoch goes on")
+        if before.is_recovering and not isinstance(event, events.EpochFailed):
+            require(not ended, "an epoch ends that has not begun")
+        if scheduler.down is not None and not before.is_down:
+            require(self._openings >= self._settings.heal_attempts, "the ring is given up too soon")
+        if isinstance(event, events.ReplyArrived) and event.reply.epoch != before.epoch:
+            require(not ended, "an epoch ends of another one's reply")
+        for opening in ended:
+            self._check_ended(opening.delay_s, told, ran)
+            waiting = [job.id for job in scheduler._queue]
+            require(waiting[: len(ran)] == list(ran), f"{waiting} wait, though {ran} ran")
+        return bool(ended)
+
+    def _check_ended(self, delay_s: float, told: Sequence[JobId], ran: Sequence[JobId]) -> None:
+        self._openings += 1
+        require(self._openings <= self._settings.heal_attempts, "the ring is not given up")
+        wait = self._settings.heal_backoff_s * 2 ** (self._openings - 2)
+        expected = 0.0 if self._openings == 1 else min(wait, _LONGEST_WAIT_S)
+        require(delay_s == expected, f"opening {self._openings} waits {delay_s} s")
+        require(len(told) == len(set(told)), "a job hears twice of one loss")
+        require(set(told) == set(ran), f"jobs {sorted(told)} hear of a loss, {sorted(ran)} ran")
+
+
+def _is_recovering(event: JobEvent) -> bool:
+    return isinstance(event, Recovering)
 
 
 class Promises:

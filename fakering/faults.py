@@ -153,6 +153,13 @@ class FailHeal:
 
 
 @dataclass(frozen=True, slots=True)
+class Linger:
+    """What is on its way when the epoch opens arrives all the same."""
+
+    nth: int
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayRestart:
     """The coordinator is gone then, and a new one takes the ring over. The network knows nothing of it."""
 
@@ -161,17 +168,17 @@ class GatewayRestart:
 
 LegFault: TypeAlias = Delay | Drop | Duplicate | Reorder
 StageFault: TypeAlias = Restart | CorruptRow | LoseNode | KeepNothing | Refuse | Stall | Lose
-RingFault: TypeAlias = LoseAt | FailHeal
+RingFault: TypeAlias = LoseAt | FailHeal | Linger
 Fault: TypeAlias = LegFault | StageFault | RingFault | GatewayRestart
 FaultScript: TypeAlias = tuple[Fault, ...]
 LEG_FAULTS = (Delay, Drop, Duplicate, Reorder)
 STAGE_FAULTS = (Restart, CorruptRow, LoseNode, KeepNothing, Refuse, Stall, Lose)
-RING_FAULTS = (LoseAt, FailHeal)
+RING_FAULTS = (LoseAt, FailHeal, Linger)
 # Those of the network.
 ALL_FAULTS: tuple[type[LegFault | StageFault | RingFault], ...] = (
     LEG_FAULTS + STAGE_FAULTS + RING_FAULTS
 )
-F = TypeVar("F", LegFault, StageFault, FailHeal)
+F = TypeVar("F", LegFault, StageFault, FailHeal | Linger)
 
 
 class Pending:
@@ -180,7 +187,7 @@ class Pending:
     def __init__(self, script: FaultScript) -> None:
         self._legs = [fault for fault in script if isinstance(fault, LEG_FAULTS)]
         self._stages = [fault for fault in script if isinstance(fault, STAGE_FAULTS)]
-        self._openings = [fault for fault in script if isinstance(fault, FailHeal)]
+        self._openings = [fault for fault in script if isinstance(fault, FailHeal | Linger)]
         timed = (fault for fault in script if isinstance(fault, LoseAt))
         self._timed = sorted(timed, key=lambda fault: fault.at_s)
         self.struck: list[Fault] = []
@@ -200,8 +207,8 @@ class Pending:
 
         return self._take(self._stages, is_due)
 
-    def of_opening(self, nth: int) -> FailHeal | None:
-        return next(iter(self._take(self._openings, lambda fault: fault.nth == nth)), None)
+    def of_opening(self, nth: int) -> tuple[FailHeal | Linger, ...]:
+        return self._take(self._openings, lambda fault: fault.nth == nth)
 
     @property
     def next_at(self) -> float | None:
@@ -300,6 +307,8 @@ def _random_loss(
     if kind is LoseAt:
         lost = dice.sample(range(stages), dice.randint(1, min(2, stages)))
         return LoseAt(seconds, tuple(lost), noticed_s, keeps)
+    if kind is Linger:
+        return Linger(dice.randrange(4))
     if kind is FailHeal:
         opened = dice.choice((None, dice.randint(0, stages)))
         return FailHeal(dice.randrange(4), opened, dice.choice((None, stage)))

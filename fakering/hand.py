@@ -24,6 +24,7 @@ from coordinator.frames import (
     SegmentReply,
     Seq,
 )
+from coordinator.held import Holding
 from coordinator.ledger import Ledger
 from coordinator.nodes import root_of
 from coordinator.prefixes import digest_of
@@ -52,11 +53,13 @@ class Hand:
         self._expected: dict[tuple[Epoch, Seq], tuple[tuple[LaneId, int], ...]] = {}
         self._replies: dict[tuple[Epoch, Seq], Reply] = {}
 
-    async def open_epoch(self, epoch: Epoch) -> None:
+    async def open_epoch(self, epoch: Epoch) -> Holding:
+        """Goes on from what all stages hold."""
         held = await self.ring.open_epoch(epoch)
         self.ledger.reset(epoch, held)
         self._expected.clear()
         self._replies.clear()
+        return held
 
     def new_job(self) -> JobId:
         self._next_job += 1

@@ -23,6 +23,7 @@ from fakering.faults import (
     Duplicate,
     FailHeal,
     FaultScript,
+    Linger,
     Lose,
     Pending,
     Reorder,
@@ -153,7 +154,8 @@ class Network:
     def open_epoch(self, epoch: Epoch, now: float = 0.0) -> Holding:
         """Lost stages are replaced, whatever is on its way is dropped, and what all hold stays. Raises RingLost."""
         self.advance(now)
-        fault = self._faults.of_opening(self._openings)
+        faults = self._faults.of_opening(self._openings)
+        fault = next((fault for fault in faults if isinstance(fault, FailHeal)), None)
         self._openings += 1
         if fault is not None and fault.opened is None:
             raise self._unhealed(fault)
@@ -163,7 +165,8 @@ class Network:
             self.at_rest(self.stages, held)
         for stage in self.stages if fault is None else self.stages[: fault.opened]:
             stage.open_epoch(epoch, held)
-        self._forget_messages(ghosts)
+        linger = any(isinstance(fault, Linger) for fault in faults)
+        self._forget_messages(range(-1, len(self.stages)) if linger else ghosts)
         if fault is not None:
             raise self._unhealed(fault)
         self.lost = None

@@ -29,9 +29,9 @@ from coordinator.errors import (
 from coordinator.frames import Epoch, Frame, JobId, LaneId, NodeId, OpenLane, Reply, Seq
 from coordinator.held import Holding
 from coordinator.nodes import root_of
-from coordinator.requests import Finished, JobEvent, Recovering, SessionId, Started
+from coordinator.requests import Finished, JobEvent, SessionId, Started
 from coordinator.scheduler import Scheduler
-from fakering.checks import Promises, QuietCheck, Recoveries, check_seats, sessions_of
+from fakering.checks import Promises, QuietCheck, Recoveries, check_seats, check_taken, sessions_of
 from fakering.clients import Clients, PlayedJob
 from fakering.faults import LEG_FAULTS, RING_FAULTS, FaultScript, GatewayRestart, Lose, Stall
 from fakering.model import FakeModel
@@ -51,7 +51,7 @@ _PATIENCE_S = 0.15
 # Of a new coordinator, between two attempts to take the ring over.
 _AWAY_S = 0.5
 # Whatever else these faults cost, no stage loses rows without its ring noticing.
-_NOTICED = (*LEG_FAULTS, *RING_FAULTS, GatewayRestart, Lose, Stall)
+NOTICED = (*LEG_FAULTS, *RING_FAULTS, GatewayRestart, Lose, Stall)
 
 
 class SimulationFailed(AssertionError):
@@ -109,8 +109,8 @@ class Simulation:
         self._quiet = QuietCheck(self.info, self.network, self._reference)
         self._recoveries = Recoveries(settings)
         # Only where all of them can be kept: see Promises.
-        roomy = exact and not state_rows and host_rows >= len(plan) * max_rows
-        self._promising = roomy and all(isinstance(fault, _NOTICED) for fault in faults)
+        self._is_roomy = exact and not state_rows and host_rows >= len(plan) * max_rows
+        self._promising = self._is_roomy and all(isinstance(fault, NOTICED) for fault in faults)
         self.refusals = self.epochs = self.restarts = self.void_replies = 0
         self.now = 0.0
         self.plan = tuple(plan)
@@ -247,21 +247,14 @@ class Simulation:
         self._story.append(event)
         if isinstance(event, events.ReplyArrived) and self._reference.answered(event.reply):
             self._recoveries.answered()
+        before = self._recoveries.before(self.scheduler)
         ran = [job for job in self._reference.opened if not self.jobs[job].ended]
-        was_down, sessions = self.scheduler.down is not None, sessions_of(self.scheduler)
         actions = self.scheduler.on(event)
-        told = [a.job for a in actions if isinstance(a, events.Emit) and _is_recovering(a.event)]
-        ended = [action for action in actions if isinstance(action, events.OpenEpoch)]
-        require(len(ended) <= 1, "an epoch ends twice")
-        require(not told or bool(ended), "a loss is told that is none")
-        for opening in ended:
-            self._sessions = sessions
-            self._recoveries.check_ended(opening.delay_s, told, ran)
+        if self._recoveries.after(self.scheduler, event, actions, before, ran):
+            self._sessions = before.sessions
             self._reference.ended()
-        if self.scheduler.down is not None and not was_down:
-            self._recoveries.check_given_up()
         if isinstance(event, events.EpochOpened):
-            self._begin(event.held)
+            self._begin(event.held, actions)
         for action in actions:
             self._carry_out(action)
 
@@ -343,12 +336,16 @@ class Simulation:
         self._owners.new_epoch(held)
         return held
 
-    def _begin(self, held: Holding) -> None:
-        """The coordinator goes on from what is held, and has sent nothing yet."""
+    def _begin(self, held: Holding, actions: Sequence[events.Action] = ()) -> None:
+        """The coordinator goes on from what is held; of what it does then nothing is carried out yet."""
         trusted = self._recoveries.trusted
-        check_seats(self._sessions, self.scheduler, held, trusted=trusted)
+        if not any(isinstance(action, events.Fail) for action in actions):
+            # A job that fails as it is seated leaves its lane as if it had been there.
+            check_seats(self._sessions, self.scheduler, held, trusted=trusted)
         self._reference.begun(held, trusted=trusted)
         self._promises.begun()
+        if self._is_roomy:
+            check_taken(self.scheduler, self._reference, held, actions)
 
     def _restart(self) -> None:
         """The coordinator is gone with its jobs; another one will ask the stages what they hold."""
@@ -393,7 +390,3 @@ class Simulation:
             lacks = lane in stage.untold_lanes or stage.ledger.valid_rows(lane) < rows
             if stage.index not in self.network.dead and not lacks:
                 check_rows(stage, lane, reused, first=rows + 1)
-
-
-def _is_recovering(event: JobEvent) -> bool:
-    return isinstance(event, Recovering)

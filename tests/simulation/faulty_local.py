@@ -6,6 +6,7 @@ Decides when a fault strikes; what follows is the ring's own business. It also l
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,10 +80,12 @@ class FaultyRing(LocalRing):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.struck: list[str] = []
+        self.breaches: list[str] = []
         self.opened = 0
         self._epoch = Epoch(0)
         self._lock = threading.Lock()
         self._timers: list[threading.Timer] = []
+        self._had: dict[int, Holding] = {}  # each stage, when the last epoch ended
         self.suffer(())
 
     @property
@@ -134,11 +137,17 @@ class FaultyRing(LocalRing):
             timer.join()
 
     async def open_epoch(self, epoch: Epoch) -> Holding:
+        self._had.clear()
         held = await super().open_epoch(epoch)
         self._epoch = epoch
         self.opened += 1
-        for stage in self.whole_stages():
-            _check_opened(stage, held)
+        try:
+            _check_agreed(list(self._had.values()), held)
+            for stage in self.whole_stages():
+                _check_opened(stage, held)
+        except AssertionError as breach:
+            # A driver's task that dies of it would be missed by nobody.
+            self.breaches.append(f"epoch {epoch}: {breach}")
         return held
 
     # Called by legs and stages
@@ -176,6 +185,21 @@ class FaultyRing(LocalRing):
             if "process" not in vars(stage):
                 stage.process = self._mortal(stage)
 
+    async def _whole(self, index: int) -> Stage:
+        stage = await super()._whole(index)
+        if "holding" not in vars(stage):
+            stage.holding = self._heard(stage)
+        return stage
+
+    def _heard(self, stage: Stage) -> Callable[[], Holding]:
+        holding = stage.holding
+
+        def heard() -> Holding:
+            self._had[stage.index] = holding()
+            return self._had[stage.index]
+
+        return heard
+
     def _mortal(self, stage: Stage) -> Callable[..., Any]:
         process = stage.process
 
@@ -185,13 +209,34 @@ class FaultyRing(LocalRing):
                 if isinstance(fault, Stall):
                     time.sleep(fault.seconds)
                 elif isinstance(fault, Lose) and not fault.passes_on:
-                    raise Died(f"stage {stage.index}")
+                    _die(stage)
             outcome = process(message, *waited)
             if any(isinstance(fault, Lose) for fault in faults):
-                raise Died(f"stage {stage.index}")
+                _die(stage)
             return outcome
 
         return mortal
+
+
+def _die(stage: Stage) -> None:
+    """In the middle of a frame: its rows are not what its ledger says."""
+    for lane in range(stage.ledger.lanes):
+        stage.model.rows.clear(lane, 0)
+    raise Died(f"stage {stage.index}")
+
+
+def _check_agreed(had: Sequence[Holding], held: Holding) -> None:
+    """Of each lane the first rows that all have: all of them, unless the states to go on from are missing."""
+    for number, lane in enumerate(held.lanes):
+        where = f"lane {number}: not what all stages have"
+        lanes = [each.lane(number) for each in had]
+        columns = zip(*(each.tokens for each in lanes), strict=False)
+        shared = len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
+        if len({each.root for each in lanes}) > 1 or shared < max(each.first for each in lanes):
+            shared = 0
+        assert list(lane.tokens) == list(lanes[0].tokens[:shared]), where
+    everywhere = set.intersection(*({node.id for node in each.nodes} for each in had))
+    assert {node.id for node in held.nodes} <= everywhere, "nodes that not all stages have"
 
 
 def _check_opened(stage: Stage, held: Holding) -> None:
@@ -202,6 +247,8 @@ def _check_opened(stage: Stage, held: Holding) -> None:
         assert has.lane(lane) == held.lane(lane), (
             f"stage {stage.index} begins with another lane {lane}"
         )
-    assert set(ledger.nodes.ids()) == {node.id for node in held.nodes}
-    assert has.checkpoints == held.checkpoints
+    assert set(ledger.nodes.ids()) == {node.id for node in held.nodes}, "other nodes"
+    assert has.checkpoints == held.checkpoints, "other checkpoints"
     assert not stage.store.missing(ledger.nodes.ids()), "bytes are missing"
+    assert len(stage.store) == len(held.nodes), "bytes of other nodes"
+    assert len(stage._ops._checkpoints) == len(held.checkpoints), "states of other nodes"

@@ -132,6 +132,7 @@ class Rig:
         await self.ring.empty()
         await self._take_over()
         self.ring.struck.clear()
+        self.ring.breaches.clear()
         self.ring.suffer(faults)
         opened = self.ring.opened
         turns = tuple(Turn(planned) for planned in plan)
@@ -218,6 +219,7 @@ class Rig:
     async def _check_at_rest(self) -> None:
         """The coordinator believes nothing of a stage that is not so."""
         await asyncio.to_thread(self.ring.settle)
+        assert not self.ring.breaches, self.ring.breaches
         core = self.driver._scheduler
         assert core is not None
         for _ in range(10_000):

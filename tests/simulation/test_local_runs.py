@@ -51,12 +51,13 @@ def check_worth(runs: list[Run]) -> None:
     assert sum(run.restarts for run in runs) > 0
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("proven")
 async def test_random_turns_and_faults_never_change_a_token_of_a_real_ring(
     tiny_model: Path,
 ) -> None:
     async with rig(tiny_model, THREE, VOCABULARY) as made:
-        check_worth(await played(made, range(16)))
+        check_worth(await played(made, range(20)))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,7 @@ def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("proven")
 async def test_recurrent_states_outlive_epochs_as_rows_do(hybrid_model: Path) -> None:
     async with rig(hybrid_model, TWO, VOCABULARY) as made:

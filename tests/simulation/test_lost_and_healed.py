@@ -264,6 +264,23 @@ def test_rows_that_led_nowhere_are_not_trusted_again() -> None:
     assert all(job.finished for job in simulation.jobs.values())
 
 
+def test_rows_that_rest_when_an_epoch_ends_are_stored_before_they_are_overwritten() -> None:
+    """One turn has ended, a message of another one is lost, and then a third one takes the first one's lane."""
+    plan = (
+        PlannedJob(0.0, PROMPT, "a", max_new_tokens=2),
+        PlannedJob(0.0, tuple(range(30, 50)), "b", max_new_tokens=40),
+        PlannedJob(2.9, tuple(range(50, 59)) * 4, "c", max_new_tokens=2),
+        PlannedJob(30.0, (7, 8), "a", follows=0, max_new_tokens=2),
+    )
+    for leg, nth in itertools.product(range(STAGES + 1), range(12, 20)):
+        faults = (Drop(leg, nth),)
+        sizes = {"stages": STAGES, "lanes": 2, "host_rows": 1000}
+        simulation = Simulation(plan, MODEL, settings=SETTINGS, faults=faults, **sizes)
+        simulation.run()
+        assert simulation.epochs == 1
+        assert cached(simulation, 3) == len(PROMPT) + 1
+
+
 def test_a_story_is_told_of_what_broke() -> None:
     faults: FaultScript = (Drop(1, 4),)
     simulation = two_turns(*faults)

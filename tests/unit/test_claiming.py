@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +15,7 @@ from coordinator.errors import SetupError
 from stage.config import RingConfig
 from stage.lease import Lease, Owner, Tenure
 from stage.processes import process_space
+from stage.ray_ring.detached import _claim
 
 LEASE_S = 0.6
 ONE, TWO = Owner("one", "192.0.2.1", 1), Owner("two", "192.0.2.2", 2)
@@ -50,8 +50,6 @@ def config() -> RingConfig:
 
 async def claim(config: RingConfig, stages: list[Any]) -> float:
     """How long it took."""
-    from stage.ray_ring.detached import _claim
-
     began = time.monotonic()
     await _claim(config, stages, TWO)
     assert all(stage.lease.is_of("two") for stage in stages)
@@ -92,7 +90,7 @@ async def test_one_that_lives_keeps_its_ring_and_is_named(config: RingConfig) ->
 
 
 async def test_one_whose_process_has_ended_here_is_not_waited_for(config: RingConfig) -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await child.wait()
     ended = replace(ONE, pid=child.pid, space=process_space())
     assert await claim(config, stages_of(ended)) < LEASE_S / 2
