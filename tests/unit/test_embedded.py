@@ -265,7 +265,9 @@ def test_a_cache_that_cannot_be_used_is_told_in_one_line(
     in_the_way = tmp_path / name.format(shop.model.folder.parent)
     in_the_way.parent.mkdir(parents=True, exist_ok=True)
     in_the_way.write_text("a file where a folder should be")
-    with pytest.raises(ModelUnusable, match="cache of models, which RINGSERVE_CACHE names, cannot be used") as caught:
+    with pytest.raises(
+        ModelUnusable, match="cache of models, which RINGSERVE_CACHE names, cannot be used"
+    ) as caught:
         ensure_embedded_model(model=shop.model, fetch=shop.fetch, cache=tmp_path / "cache")
     assert len(str(caught.value).splitlines()) == 1
 

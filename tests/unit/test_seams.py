@@ -36,7 +36,9 @@ def _spelled(text: str) -> tuple[int, ...]:
 
 
 def _ids(history: History | None, text: str) -> tuple[int, ...]:
-    return splice(kept(history, text, _ADDED, _encode), text, _encode, _ADDED.special_ids.__contains__)
+    return splice(
+        kept(history, text, _ADDED, _encode), text, _encode, _ADDED.special_ids.__contains__
+    )
 
 
 def _history(text: str, *others: History) -> History:
