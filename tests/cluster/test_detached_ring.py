@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stage.ray_ring import RayCluster, RayRing
     from stage.ray_ring.census import RingSight
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session"), pytest.mark.long]
 
 LEASE_S = 1.5
 
@@ -160,7 +160,6 @@ async def test_a_ring_is_not_taken_from_a_gateway_that_lives(gateways: Gateways)
     assert found.tenure.owner.grpc == "127.0.0.1:1"
 
 
-@pytest.mark.long
 async def test_a_gateway_that_fell_silent_loses_the_ring_and_disturbs_its_successor_no_more(
     gateways: Gateways,
 ) -> None:
@@ -191,7 +190,6 @@ async def test_a_gateway_that_fell_silent_loses_the_ring_and_disturbs_its_succes
     assert found.tenure.owner.grpc == "127.0.0.1:2"
 
 
-@pytest.mark.long
 async def test_gateways_that_died_leave_no_calls_and_no_sockets_behind(
     gateways: Gateways, sockets: Path
 ) -> None:
@@ -208,7 +206,6 @@ async def test_gateways_that_died_leave_no_calls_and_no_sockets_behind(
     await until(lambda: len(os.listdir(sockets)) == 1)
 
 
-@pytest.mark.long
 async def test_a_spare_is_gone_on_with_too(gateways: Gateways) -> None:
     spared = {"name": "spared-0", "spares": 1}
     one, _ = await gateways.start(**spared)
@@ -230,7 +227,6 @@ async def test_a_spare_is_gone_on_with_too(gateways: Gateways) -> None:
     assert await sight("spared-0") is None
 
 
-@pytest.mark.long
 async def test_a_stage_that_died_meanwhile_is_made_anew_and_the_others_are_not(
     gateways: Gateways,
 ) -> None:
@@ -251,7 +247,6 @@ async def test_a_stage_that_died_meanwhile_is_made_anew_and_the_others_are_not(
     assert (await hand_of(two, info).turn(0, prompt, 3)).tokens == answer
 
 
-@pytest.mark.long
 async def test_a_stage_that_hangs_meanwhile_is_made_anew(gateways: Gateways) -> None:
     one, _ = await gateways.start(call_s=2.0)
     pids = one.pids
@@ -263,7 +258,6 @@ async def test_a_stage_that_hangs_meanwhile_is_made_anew(gateways: Gateways) -> 
     assert len((await hand_of(two, info).turn(0, (5, 6, 7), 2)).tokens) == 2
 
 
-@pytest.mark.long
 async def test_a_loss_is_healed_as_in_any_ring_and_the_next_gateway_finds_the_new_stage(
     gateways: Gateways,
 ) -> None:
@@ -289,7 +283,6 @@ async def test_a_loss_is_healed_as_in_any_ring_and_the_next_gateway_finds_the_ne
         ({"numerics": "fast"}, "has numerics auto, wanted fast"),
     ],
 )
-@pytest.mark.long
 async def test_another_ring_of_that_name_is_left_alone(
     gateways: Gateways, changes: dict[str, object], told: str
 ) -> None:
@@ -303,7 +296,6 @@ async def test_another_ring_of_that_name_is_left_alone(
     assert found.tenure is None
 
 
-@pytest.mark.long
 async def test_a_dissolved_ring_ends_with_its_gateway(gateways: Gateways) -> None:
     ring, _ = await gateways.start()
     handles = processes(ring.pids)
@@ -313,14 +305,12 @@ async def test_a_dissolved_ring_ends_with_its_gateway(gateways: Gateways) -> Non
     assert await sight("tiny-0") is None
 
 
-@pytest.mark.long
 async def test_what_a_start_made_that_failed_is_ended(gateways: Gateways, tmp_path: Path) -> None:
     with pytest.raises(SetupError):
         await gateways.start(model_dir=tmp_path, name="broken-0")
     assert await sight("broken-0") is None
 
 
-@pytest.mark.long
 async def test_of_two_that_make_a_ring_at_once_one_does(gateways: Gateways) -> None:
     results = await asyncio.gather(gateways.start(), gateways.start(), return_exceptions=True)
     failures = [each for each in results if isinstance(each, BaseException)]
@@ -329,7 +319,6 @@ async def test_of_two_that_make_a_ring_at_once_one_does(gateways: Gateways) -> N
     assert made[0].health().ready
 
 
-@pytest.mark.long
 async def test_a_ring_that_is_stopped_by_hand_is_not_made_anew_by_its_gateway(
     gateways: Gateways,
 ) -> None:

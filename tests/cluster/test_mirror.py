@@ -25,7 +25,7 @@ from tests.cluster.watched_ring import until
 if TYPE_CHECKING:
     from stage.ray_ring import RayCluster, RayRing
 
-pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="session"), pytest.mark.long]
 
 VOCABULARY = 199
 ROWS = 70
@@ -148,7 +148,6 @@ async def mirrored_hybrid(hybrid: RingConfig, ray_cluster: RayCluster) -> AsyncI
         yield it
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_killed_stage_costs_no_row_that_was_in_host_memory(
     mirrored: Served, stage: int
@@ -159,7 +158,6 @@ async def test_a_killed_stage_costs_no_row_that_was_in_host_memory(
     await mirrored.until_mirrored()
 
 
-@pytest.mark.long
 async def test_stages_that_are_lost_one_after_the_other_cost_nothing_either(
     mirrored: Served,
 ) -> None:
@@ -172,7 +170,6 @@ async def test_stages_that_are_lost_one_after_the_other_cost_nothing_either(
     assert await mirrored.go_on(prompt) == STORED
 
 
-@pytest.mark.long
 async def test_two_neighbours_that_are_lost_at_once_cost_time_and_no_token(
     mirrored: Served,
 ) -> None:
@@ -198,7 +195,6 @@ async def test_recurrent_states_come_back_with_the_rows_to_a_spare_as_well(
     assert mirrored_hybrid.ring.pids[stage] == spare
 
 
-@pytest.mark.long
 async def test_copies_travel_between_nodes_as_frames_do(
     config: RingConfig, ray_cluster: RayCluster, second_node: None
 ) -> None:
@@ -211,7 +207,6 @@ async def test_copies_travel_between_nodes_as_frames_do(
         assert await it.go_on(prompt) == STORED
 
 
-@pytest.mark.long
 async def test_without_a_mirror_the_rows_are_computed_again(
     config: RingConfig, ray_cluster: RayCluster
 ) -> None:

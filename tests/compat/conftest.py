@@ -72,7 +72,9 @@ async def _site(
     clock = SystemClock()
     sizes: Any = {"vocab_size": 258, "step_s": step_s, "host_rows": host_rows}
     ring = kind(2, 4, MAX_ROWS, language=language, faults=faults, **sizes)
-    driver = RingDriver("ring-0", ring, SchedulerSettings(queue_limit=queue_limit), clock)
+    # A ring that was stopped does not heal, and is soon given up.
+    settings = SchedulerSettings(queue_limit=queue_limit, heal_backoff_s=0.01)
+    driver = RingDriver("ring-0", ring, settings, clock)
     router = Router([driver], session_limit=64)
     tokens = tokenizer or ByteTokenizer()
     service = GenerationService("fake", router, tokens, clock, random.Random(1))

@@ -25,6 +25,8 @@ from gateway.cli.app import app
 from gateway.progress import SilentBoard
 from gateway.settings import RingKind, ServeSettings
 
+pytestmark = pytest.mark.long
+
 SETTINGS = ServeSettings(model="fake", ring=RingKind.FAKE, lanes=3, max_rows=4096, stages=3)
 OPTIONS = StormOptions(
     seed=7,
