@@ -103,9 +103,9 @@ def check_taken(
     indexed = {node.id for node in scheduler.retention.index.nodes()}
     frames = [action.frame for action in actions if isinstance(action, events.Send)]
     spans = [span for frame in frames for op in frame.after for span in op.spans]
-    longer = {(span.parent, span.start): span.end for span in spans}
     for node in held.nodes:
-        is_replaced = longer.get((node.parent, node.start), 0) > node.end
+        siblings = (s for s in spans if (s.parent, s.start) == (node.parent, node.start))
+        is_replaced = any(span.end > node.end for span in siblings)
         is_known = node.id in indexed or is_replaced or node.id not in reference.nodes
         require(is_known, "the index does not know of nodes that all stages have")
 
