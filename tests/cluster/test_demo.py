@@ -13,7 +13,7 @@ from coordinator.prefixes import common_prefix
 from gateway.cli.app import app
 from gateway.cli.dialogue import SYSTEM, TOOLS, TURNS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def _prompts(folder: Path, answers: list[list[int]]) -> list[list[int]]:
