@@ -62,7 +62,7 @@ class SchedulerSettings:
     # that reads 100 MB/s.
     heal_timeout_s: float = 300.0
     # Openings in a row without a good reply before the ring is given up, and the wait before the second, which then
-    # doubles: 0.5 + 1 + 2 + 4 s.
+    # doubles: 0.5 + 1 + 2 + 4 s. And how many epochs may end under one job before it has another token.
     heal_attempts: int = 5
     heal_backoff_s: float = 0.5
     # A shared prefix shorter than this is prefilled anew rather than copied into another lane.

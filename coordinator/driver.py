@@ -34,7 +34,7 @@ from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, NodeId, Seq
 from coordinator.lanes import LaneStatus
 from coordinator.observe import RingObserver, RingWatch
-from coordinator.opening import opened
+from coordinator.opening import opened, replied
 from coordinator.overload import UNSEEN_LOADING_S
 from coordinator.readers import Reader
 from coordinator.requests import Finished, Request, SessionId, TokenDelta
@@ -114,13 +114,13 @@ class RingDriver:
 
     async def stop(self) -> None:
         """Ends every job and the ring. Safe to call twice."""
+        if self._scheduler is not None:
+            # Before anything is awaited: a loss that comes meanwhile opens no epoch any more.
+            self._handle(events.RingDown("the ring was stopped", self._clock.now()))
         tasks = [task for task in (self._reader, self._opening) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._scheduler is not None:
-            self._handle(events.RingDown("the ring was stopped", self._clock.now()))
-        self._watch_oldest()
         await self._ring.stop()
 
     # Callers
@@ -296,11 +296,12 @@ class RingDriver:
         except Exception as broken:
             # The rim: a bug of ours costs this ring its jobs, never the process its other rings.
             _log.critical("ring=%s event=%s", self.name, type(event).__name__, exc_info=broken)
-            actions = self._scheduler.on(events.RingDown(str(broken), self._clock.now()))
+            fault = f"{type(broken).__name__}: {broken}"
+            actions = self._scheduler.on(events.RingDown(fault, self._clock.now()))
             # The broken event may have ended jobs, and what it had to say of them is lost.
             told = {action.job for action in actions if isinstance(action, events.Fail)}
             unheard = [job for job in self._jobs if job not in told]
-            actions = [*actions, *(events.Fail(job, StageLost(str(broken))) for job in unheard)]
+            actions = [*actions, *(events.Fail(job, StageLost(fault)) for job in unheard)]
         self._watch.handled(event, actions, self._scheduler.down)
         for action in actions:
             self._carry_out(action)
@@ -343,7 +344,7 @@ class RingDriver:
         """Until the ring is lost, which ends the epoch; the next one has a reader of its own."""
         while True:
             try:
-                reply = await self._ring.next_reply()
+                reply = await replied(self._ring)
             except RingLost as lost:
                 self._handle(events.RingBroken(epoch, str(lost), self._clock.now()))
                 return

@@ -251,7 +251,7 @@ class SlowReader(JobError):
 
 
 class StageLost(JobError):
-    """The job's ring was lost and could not be rebuilt."""
+    """The job's ring was lost and could not be rebuilt, or was lost again and again under this job."""
 
     code: ClassVar[str] = "stage_lost"
 
@@ -271,6 +271,10 @@ class RingLost(RingserveError):
         super().__init__(f"{where}: {reason}")
         self.stage = stage
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type[RingLost], tuple[int | None, str]]:
+        """A stage in another process may raise it; by its text alone it could not be made again."""
+        return RingLost, (self.stage, self.reason)
 
 
 class SetupError(RingserveError):

@@ -82,6 +82,7 @@ class Job:
     disturbed: bool = False  # it was paused, or its ring healed: its times say nothing of others'
     fresh: int | None = None  # tokens to be computed, as far as was known when somebody asked
     refusals: int = 0
+    losses: int = 0  # epochs that ended under it since its last token
     admitted_at: float | None = None
     first_token_at: float | None = None
     drafted: int = 0
@@ -141,6 +142,7 @@ class Job:
     def requeue(self) -> None:
         self.phase, self.lane, self.ops, self.fresh = Phase.WAITING, None, (), None
         self.disturbed = True
+        self.losses += 1
         self._forget_flight()
 
     def _forget_flight(self) -> None:
@@ -291,7 +293,7 @@ class Job:
             return None
         if self.first_token_at is None:
             self.first_token_at = now
-        self.phase = Phase.DECODE
+        self.phase, self.losses = Phase.DECODE, 0
         verdict = accept(self.guess, reply.tokens)
         kept = verdict.tokens[: _until_stop(verdict.tokens, self.request.stop_tokens)]
         self._confirm(verdict, next_seq)

@@ -1,4 +1,4 @@
-"""An epoch's opening as the driver waits for it: within its time, and whatever goes wrong is a loss.
+"""What the driver awaits of a ring, an epoch's opening and the replies: whatever goes wrong there is a loss.
 
 It decides nothing: what follows from a loss is the scheduler's business.
 """
@@ -9,7 +9,7 @@ import asyncio
 import logging
 
 from coordinator.errors import RingLost
-from coordinator.frames import Epoch
+from coordinator.frames import Epoch, Reply
 from coordinator.held import Holding
 from coordinator.ring import Ring
 
@@ -28,4 +28,16 @@ async def opened(ring: Ring, epoch: Epoch, within_s: float) -> Holding:
     except Exception as broken:
         # The rim: a bug of ours costs attempts, and then the ring; without a word its jobs would wait for ever.
         _log.critical("epoch=%d was not opened", epoch, exc_info=broken)
+        raise RingLost(None, f"{type(broken).__name__}: {broken}") from broken
+
+
+async def replied(ring: Ring) -> Reply:
+    """The ring's next reply. Raises RingLost, and nothing else."""
+    try:
+        return await ring.next_reply()
+    except RingLost:
+        raise
+    except Exception as broken:
+        # The rim, as above: without a reader no reply would be heard of before it is overdue.
+        _log.critical("a reply could not be read", exc_info=broken)
         raise RingLost(None, f"{type(broken).__name__}: {broken}") from broken

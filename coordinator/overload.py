@@ -173,8 +173,13 @@ class Gate:
         """A job came to its own end: what the next ones take is guessed from it."""
         self._turns.ended(job, now)
 
+    def begun(self, waiting: Iterable[Job]) -> None:
+        """An epoch begins: other rows are held than when these jobs were looked at."""
+        for job in waiting:
+            job.fresh = None
+
     def _fresh(self, job: Job) -> int:
-        """Looked up once, when somebody comes behind the job."""
+        """Looked up once an epoch, when somebody comes behind the job."""
         if job.fresh is None:
             job.fresh = self._unheld(job.request, job.context)
         return job.fresh

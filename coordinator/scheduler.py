@@ -47,7 +47,6 @@ from coordinator.ring import RingInfo
 
 # Refused again and again: starting over does not mend that.
 _MAX_REFUSALS = 8
-
 _STORY_EVENTS = 30
 
 
@@ -121,7 +120,7 @@ class Scheduler:
         least_s = self._settings.reply_timeout_s
         return least_s if oldest is None else self._costs.deadline_s(oldest, least_s)
 
-    def admissible(self, request: Request, now: float = 0.0) -> None:
+    def admissible(self, request: Request, now: float) -> None:
         """Raises what a submission of this request would be refused with."""
         if self._down is not None:
             raise RingUnavailable(self._down)
@@ -145,11 +144,13 @@ class Scheduler:
             case events.ReplyOverdue(epoch, seq):
                 if epoch == self.ledger.epoch and seq == self.oldest_in_flight:
                     self._end_epoch(f"no reply to frame {seq}")
-            case events.RingBroken(epoch, reason):
+            case events.RingBroken(epoch, reason, now):
                 if epoch == self.ledger.epoch and self._epoch_open:
+                    self._recovery.broken(now, idle=not self._flight)
                     self._end_epoch(reason)
-            case events.EpochOpened(epoch, held):
+            case events.EpochOpened(epoch, held, now):
                 if epoch == self.ledger.epoch and self.is_recovering:
+                    self._recovery.opened(now)
                     self._begin(epoch, held)
             case events.EpochFailed(epoch, reason):
                 if epoch == self.ledger.epoch and self.is_recovering:
@@ -180,18 +181,15 @@ class Scheduler:
         self._foresight.forget(event.request.session)
 
     def _end_job(self, job_id: JobId, error: RingserveError) -> None:
-        job = self._jobs.get(job_id)
         self._counter.failed(error)
-        if job is not None:
+        if (job := self._jobs.get(job_id)) is not None:
             self._release(job)
-            self._actions.append(events.Fail(job_id, error))
+        elif self._queue.remove(job_id) is None:
             return
-        if self._queue.remove(job_id) is not None:
-            self._actions.append(events.Fail(job_id, error))
+        self._actions.append(events.Fail(job_id, error))
 
     def _satisfy(self, job_id: JobId, now: float) -> None:
-        job = self._jobs.get(job_id)
-        if job is not None:
+        if (job := self._jobs.get(job_id)) is not None:
             self._finish(job, FinishReason.STOP, now)
         elif (waiting := self._queue.remove(job_id)) is not None:
             self._tell_end(waiting, FinishReason.STOP, now)
@@ -221,12 +219,11 @@ class Scheduler:
         if reply.seq != self.oldest_in_flight:
             self._end_epoch(f"reply {reply.seq} came before {self.oldest_in_flight}")
             return
-        frame = self._flight.take(reply.seq)
         for refusal in reply.refusals:
             if refusal.lane is None:
                 self._end_epoch(f"frame {reply.seq} was refused: {refusal.code} {refusal.detail}")
                 return
-        self._recovery.answered()
+        frame = self._flight.take(reply.seq)
         self.retention.answered(frame, reply)
         self._counter.answered(frame, reply)
         self._costs.learn(frame, reply, {job.phase for job in self._jobs.values()})
@@ -237,6 +234,8 @@ class Scheduler:
                 self._foresight.refused(segment.lane)
             if job is not None and job.expects(reply.seq):
                 self._answer(job, segment, answers.get(segment.lane), reply, now)
+        if self._epoch_open:
+            self._recovery.answered()
 
     def _answer(
         self, job: Job, segment: Segment, answer: SegmentReply | None, reply: Reply, now: float
@@ -273,9 +272,8 @@ class Scheduler:
         assert job.lane is not None
         job.refusals += 1
         if job.refusals > _MAX_REFUSALS:
-            lane = job.lane
             self._release(job)
-            message = f"lane {lane} was refused {job.refusals} times: {refusal.detail}"
+            message = f"lane {job.lane} was refused {job.refusals} times: {refusal.detail}"
             self._actions.append(events.Fail(job.id, BrokenInvariant(message, tuple(self._story))))
             return
         held = next((rows.valid_rows for rows in reply.lanes if rows.lane == job.lane), 0)
@@ -292,21 +290,25 @@ class Scheduler:
         self.retention.voided(self._flight.frames)
         for job in reversed(self._jobs.values()):
             job.requeue()
+            if self._recovery.hopeless(job.losses):
+                error = StageLost(f"{job.losses} times since this turn's last token: {reason}")
+                self._actions.append(events.Fail(job.id, error))
+                continue
             self._queue.push_front(job)
             self._actions.append(events.Emit(job.id, Recovering(reason)))
         self._jobs.clear()
         self._flight.clear()
         self.lanes.vacate()
-        self._epoch_open = False
-        rows = self.lanes.rows
-        self.ledger.reset(Epoch(self.ledger.epoch + 1))
-        self._actions.append(events.OpenEpoch(self.ledger.epoch, reason, delay_s, rows))
+        self._epoch_open, epoch = False, Epoch(self.ledger.epoch + 1)
+        self._actions.append(events.OpenEpoch(epoch, reason, delay_s, self.lanes.rows))
+        self.ledger.reset(epoch)
 
     def _begin(self, epoch: Epoch, held: Holding) -> None:
         """Goes on from what every stage holds. Lanes are cut by their next opening where that is not to be trusted."""
         if not self._recovery.trusts_rows:
             held = replace(held, lanes=())
         self.ledger.reset(epoch, held)
+        self.gate.begun(self._queue)
         self.retention.resumed(held, self.lanes.forget_empty())
         self._epoch_open = True
 
@@ -343,8 +345,7 @@ class Scheduler:
             return None
         for job in self._queue.heads():
             alone = not self._jobs and len(self._queue) == 1
-            running = self._jobs.values()
-            if self._admission.seat(job, running, now, alone=alone, store=self._store):
+            if self._admission.seat(job, self._jobs.values(), now, alone=alone, store=self._store):
                 self._queue.take(job)
                 self._jobs[job.id] = job
                 return job

@@ -6,15 +6,18 @@ changes nothing and decides nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator import events
 from coordinator.config import SchedulerSettings
+from coordinator.errors import RingserveError, StageLost
 from coordinator.frames import Epoch, JobId, LaneId, NodeId, Seq
 from coordinator.held import Holding
 from coordinator.lanes import LaneState
 from coordinator.requests import JobEvent, Recovering, SessionId
+from coordinator.retention import Retention
 from coordinator.ring import RingInfo
 from coordinator.scheduler import Scheduler
 from fakering.network import Network
@@ -92,6 +95,24 @@ def check_replica(scheduler: Scheduler, reference: Reference) -> None:
     require(indexed <= known, "the index has nodes that no stage has, or that were given up")
     states = set(scheduler.retention.index.resumable())
     require(states <= replica.nodes.checkpoints, "the index has states that no stage has")
+    require(not scheduler.retention._tickets, "nodes are under way in no frame")
+    check_entries(scheduler.retention)
+
+
+def check_entries(retention: Retention) -> None:
+    """Nothing is under way, every pin is some anchor's, and what is counted is what is there."""
+    index, anchors = retention.index, retention.anchors
+    holders = (*anchors._heads.values(), *anchors._by_hand.values())
+    pins = Counter(node for nodes in holders for node in nodes)
+    entries = index._entries.items()
+    for id_, entry in entries:
+        # Of what is lost its anchor hears when it is asked next.
+        wanted = 0 if id_ in index.lost_pins else pins[id_]
+        require(entry.settled, "a node is under way in no frame")
+        require(entry.pins == wanted, f"a node with {entry.pins} pins, of which {wanted} are held")
+    pinned = sum(entry.node.rows for _, entry in entries if entry.pins)
+    require(index.pinned_rows == pinned, f"{index.pinned_rows} pinned rows, in truth {pinned}")
+    require(index.rows == sum(entry.node.rows for _, entry in entries), "rows are counted wrong")
 
 
 def check_taken(
@@ -170,6 +191,7 @@ class Recoveries:
     ) -> bool:
         """Whether an epoch ended. `ran`: the jobs that had a lane, in the order in which they got it."""
         told = [a.job for a in actions if isinstance(a, events.Emit) and _is_recovering(a.event)]
+        spent = {a.job for a in actions if isinstance(a, events.Fail) and is_lost(a.error)}
         ended = [action for action in actions if isinstance(action, events.OpenEpoch)]
         require(len(ended) <= 1, "an epoch ends twice")
         require(bool(ended) or not told, "a loss is told that is none")
@@ -183,9 +205,10 @@ class Recoveries:
         if isinstance(event, events.ReplyArrived) and event.reply.epoch != before.epoch:
             require(not ended, "an epoch ends of another one's reply")
         for opening in ended:
-            self._check_ended(opening.delay_s, told, ran)
+            left = [job for job in ran if job not in spent]
+            self._check_ended(opening.delay_s, told, left)
             waiting = [job.id for job in scheduler._queue]
-            require(waiting[: len(ran)] == list(ran), f"{waiting} wait, though {ran} ran")
+            require(waiting[: len(left)] == left, f"{waiting} wait, though {left} ran")
         return bool(ended)
 
     def _check_ended(self, delay_s: float, told: Sequence[JobId], ran: Sequence[JobId]) -> None:
@@ -196,6 +219,10 @@ class Recoveries:
         require(delay_s == expected, f"opening {self._openings} waits {delay_s} s")
         require(len(told) == len(set(told)), "a job hears twice of one loss")
         require(set(told) == set(ran), f"jobs {sorted(told)} hear of a loss, {sorted(ran)} ran")
+
+
+def is_lost(error: RingserveError) -> bool:
+    return isinstance(error, StageLost)
 
 
 def _is_recovering(event: JobEvent) -> bool:

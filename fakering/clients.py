@@ -16,7 +16,7 @@ from coordinator.errors import (
     StageLost,
 )
 from coordinator.foresight import Wish
-from coordinator.frames import JobId
+from coordinator.frames import Frame, JobId, SegmentKind
 from coordinator.requests import (
     Finished,
     JobEvent,
@@ -42,6 +42,8 @@ class PlayedJob:
     finished: Finished | None = None
     error: RingserveError | None = None
     recoveries: int = 0  # how often it was told that its ring heals
+    paused: bool = False  # its client reads nothing
+    in_vain: int = 0  # of these, since its last token
 
     @property
     def ended(self) -> bool:
@@ -59,12 +61,15 @@ class Clients:
         model: FakeModel,
         max_rows: int,
         end_tokens: frozenset[int],
+        most_losses: int,
     ) -> None:
+        """`most_losses`: how often a job may lose its ring until it has another token."""
         self.jobs: dict[JobId, PlayedJob] = {}
         self._plan = plan
         self._model = model
         self._max_rows = max_rows
         self._end_tokens = end_tokens
+        self._most_losses = most_losses
 
     def waits(self, job: JobId) -> bool:
         """A client sends its next turn when the last one has ended."""
@@ -107,19 +112,29 @@ class Clients:
             case TokenDelta(tokens, _):
                 require(played.started is not None, f"job {job}: tokens before its start")
                 played.tokens.extend(tokens)
+                played.in_vain = 0
             case Recovering():
                 played.recoveries += 1
+                played.in_vain += 1
+                require(played.in_vain <= self._most_losses, f"job {job} is lost for ever")
             case Finished():
                 played.finished = event
         self._check(job, played)
+
+    def served(self, frame: Frame) -> None:
+        """Whose reader lags gets no more tokens than are on their way."""
+        for segment in frame.segments:
+            played = self.jobs.get(segment.job)
+            rests = played is not None and played.paused and segment.kind is SegmentKind.VERIFY
+            require(not rests, f"job {segment.job} rests, and gets rows")
 
     def fail(self, job: JobId, error: RingserveError, *, is_down: bool) -> None:
         """`is_down`: the ring was given up."""
         played = self.jobs[job]
         require(not played.ended, f"job {job} fails behind its end")
-        may = isinstance(
-            error, Cancelled | ConstraintFailed | (StageLost if is_down else Cancelled)
-        )
+        may = isinstance(error, Cancelled | ConstraintFailed)
+        if isinstance(error, StageLost):
+            may = is_down or played.in_vain == self._most_losses
         require(may, f"job {job} fails: {type(error).__name__}: {error}")
         played.error = error
         self._check(job, played)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias, TypeVar
 
-from coordinator.frames import CopyRows, Frame, LoadNodes, Op, OpenLane, RefusalCode
+from coordinator.frames import CopyRows, DropNodes, Frame, LoadNodes, Op, OpenLane, RefusalCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,7 @@ class Deed(StrEnum):
     LOAD = "load"
     STORE = "store"
     COPY = "copy"
+    DROP = "drop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +250,8 @@ def does(frame: Frame, deed: Deed) -> bool:
             return any(isinstance(op, CopyRows) for op in frame.ops)
         case Deed.STORE:
             return bool(frame.after)
+        case Deed.DROP:
+            return any(isinstance(op, DropNodes) for op in frame.ops)
     return True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from coordinator.requests import Request, SamplingSpec, SessionId
 from fakering.toys import ToyConstraint, random_toy
@@ -31,6 +32,7 @@ class PlannedJob:
     reuse: bool = True
     anchor: int = 0  # as in Request, as far as the prompt reaches
     cancel_after_s: float | None = None
+    pauses: tuple[tuple[float, float], ...] = ()  # when its client reads nothing, and for how long
     constraint: ToyConstraint | None = None
     # When it has finished, the session's next prompt is known to begin with so much of its own prompt and answer,
     # and with these tokens behind it. None: nothing is known.
@@ -105,7 +107,13 @@ def random_plan(
             anchor=len(begins) if follows is None else plan[follows].anchor,
         )
         plan.append(_with_moods(dice, job, vocab_size))
-    return tuple(plan)
+    return tuple(map(partial(_with_pauses, dice), plan))
+
+
+def _with_pauses(dice: random.Random, job: PlannedJob) -> PlannedJob:
+    if dice.random() < 0.75:
+        return job
+    return replace(job, pauses=((dice.uniform(0.0, 0.5), dice.uniform(0.0, 5.0)),))
 
 
 def _with_moods(dice: random.Random, job: PlannedJob, vocab_size: int) -> PlannedJob:

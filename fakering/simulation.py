@@ -1,5 +1,4 @@
-"""A whole coordinator core over a fake network in virtual time, without asyncio: what a fuzzer
-runs.
+"""A whole coordinator core over a fake network in virtual time, without asyncio: what a fuzzer runs.
 
 Feeds the real scheduler, carries out its actions on the network, and holds every stream against the oracle, every
 opening against a second opinion and every epoch against what the stages really hold. It decides nothing of its own:
@@ -55,9 +54,7 @@ NOTICED = (*LEG_FAULTS, *RING_FAULTS, GatewayRestart, Lose, Stall)
 
 
 class SimulationFailed(AssertionError):
-    """An invariant was broken. The message names it; the seed that led here is the caller's to
-    print.
-    """
+    """An invariant was broken. The message names it; the seed that led here is the caller's to print."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -99,7 +96,7 @@ class Simulation:
         )
         self.network.at_rest = check_agreed
         self.scheduler = Scheduler("sim", self.info, settings)
-        self.clients = Clients(plan, model, max_rows, end_tokens)
+        self.clients = Clients(plan, model, max_rows, end_tokens, settings.heal_attempts)
         tenants = {JobId(index): planned.tenant for index, planned in enumerate(plan)}
         self._roots = {t: root_of(described.model_fingerprint, t) for t in set(tenants.values())}
         self._owners = Owners(lanes, tenants, {root: t for t, root in self._roots.items()})
@@ -206,7 +203,7 @@ class Simulation:
             return
         request = self.clients.ask(job)
         try:
-            self.scheduler.admissible(request)
+            self.scheduler.admissible(request, self.now)
         except (ContextTooLong, QueueFull) as refused:
             self.jobs[job].error = refused
             return
@@ -218,10 +215,19 @@ class Simulation:
         self._feed(events.Submitted(job, request, drafter, self.now))
         if planned.cancel_after_s is not None:
             self._later(self.now + planned.cancel_after_s, partial(self._cancel, job))
+        for after_s, seconds in planned.pauses:
+            self._later(self.now + after_s, partial(self._reads, job, lags=True))
+            self._later(self.now + after_s + seconds, partial(self._reads, job, lags=False))
 
     def _cancel(self, job: JobId) -> None:
         if not self.jobs[job].ended:
             self._feed(events.JobEnded(job, Cancelled(), self.now))
+            require(self.jobs[job].ended, f"job {job} was cancelled and goes on")
+
+    def _reads(self, job: JobId, *, lags: bool) -> None:
+        if not self.jobs[job].ended:
+            self.jobs[job].paused = lags
+            self._feed((events.ReaderLags if lags else events.ReaderCaughtUp)(job, self.now))
 
     def _foresee(self, job: JobId) -> None:
         wish = self.clients.wish(job)
@@ -275,6 +281,7 @@ class Simulation:
 
     def _send(self, frame: Frame) -> None:
         self._owners.sent(frame)
+        self.clients.served(frame)
         if self._promising:
             self._check_promises(frame)
         self._reference.sent(frame)

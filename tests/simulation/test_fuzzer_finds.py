@@ -81,7 +81,7 @@ def stage_forgets(patch: pytest.MonkeyPatch) -> None:
     [
         (held_too_short, "not what all stages have"),
         (held_by_the_first, "other nodes than all stages have|not what all stages have"),
-        (lanes_never_held, "is opened at"),
+        (lanes_never_held, "is opened at|is wrong of lane"),
         (rows_trusted_for_ever, "is opened at"),
         (nodes_not_asked_for, "the replica refuses its own frame|the index|a store of|are held"),
         (seats_kept, "is a session's"),

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from coordinator.config import SchedulerSettings
 from coordinator.errors import RingUnavailable, StageLost
-from coordinator.frames import Epoch, Frame, JobId, OpenLane
+from coordinator.frames import DropNodes, Epoch, Frame, JobId, NodeId, OpenLane
 from coordinator.held import Holding
 from coordinator.requests import MissKind
 from fakering.faults import (
@@ -138,7 +138,7 @@ def test_a_stage_that_dies_of_any_frame_costs_a_pause(stage: int, passes_on: boo
         assert cached(simulation, 1) == (0 if is_over else ROWS)
 
 
-def four_sessions(*faults: object) -> Simulation:
+def four_sessions(*faults: object, host_rows: int = 1000) -> Simulation:
     """Two turns each on one lane: rows are stored and loaded all the time, and copied where a second lane is."""
     heads = [tuple((7 * n + 3 * i) % 50 for i in range(20)) for n in range(4)]
     plan = [PlannedJob(3.0 * n, head, f"s{n}", max_new_tokens=5) for n, head in enumerate(heads)]
@@ -154,7 +154,7 @@ def four_sessions(*faults: object) -> Simulation:
         lanes=2,
         settings=SETTINGS,
         faults=faults,
-        host_rows=1000,
+        host_rows=host_rows,
     )
 
 
@@ -170,6 +170,36 @@ def test_a_stage_that_dies_of_a_load_a_store_or_a_copy_costs_a_pause(deed: Deed)
         assert simulation.network.struck == [lose]
         assert simulation.epochs == 1
         assert all(job.finished for job in simulation.jobs.values())
+
+
+@pytest.mark.parametrize("host_rows", [30, 60])
+def test_what_was_given_up_for_want_of_room_does_not_come_back(host_rows: int) -> None:
+    """The head dies before it takes the frame that says so, and its successor finds all that it kept."""
+    lose = Lose(0, 0, Deed.DROP, keeps=1.0)
+    simulation = four_sessions(lose, host_rows=host_rows)
+    held: list[set[NodeId]] = []
+    open_epoch = simulation.network.open_epoch
+
+    def opened(epoch: Epoch, now: float) -> Holding:
+        holding = open_epoch(epoch, now)
+        held.append({node.id for node in holding.nodes})
+        return holding
+
+    simulation.network.open_epoch = opened  # type: ignore[method-assign]
+    dropped: list[set[NodeId]] = []
+    voided = simulation.scheduler.retention.voided
+
+    def void(frames: Iterable[Frame]) -> None:
+        ops = [op for frame in frames for op in frame.ops if isinstance(op, DropNodes)]
+        dropped.append({node for op in ops for node in op.nodes})
+        voided(frames)
+
+    simulation.scheduler.retention.voided = void  # type: ignore[method-assign]
+    simulation.run()
+    assert simulation.network.struck == [lose]
+    assert simulation.epochs == 1
+    assert dropped[0] & held[0], "nobody heard of it"
+    assert all(job.finished for job in simulation.jobs.values())
 
 
 def test_nodes_that_a_disk_kept_bring_back_what_lanes_lost() -> None:

@@ -50,6 +50,7 @@ def _check_worth(runs: list[Simulation]) -> None:
     assert sum(count.restored_rows for count in counts) > 0
     assert sum(count.ahead_rows for count in counts) > 0
     assert sum(count.recalled for count in counts) > 0
+    assert sum(count.pauses for count in counts) > 0
     assert sum(count.accepted for count in counts) > 0
     assert sum(count.discarded_frames for count in counts) > 0
     assert sum(run.refusals for run in runs) > 0

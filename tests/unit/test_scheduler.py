@@ -140,7 +140,7 @@ def test_what_can_never_be_served_is_refused_at_once(
     prompt: tuple[int, ...], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        _scheduler().admissible(Request(prompt))
+        _scheduler().admissible(Request(prompt), 0.0)
 
 
 def test_jobs_beyond_the_lanes_wait_and_the_queue_is_bounded() -> None:
@@ -149,9 +149,9 @@ def test_jobs_beyond_the_lanes_wait_and_the_queue_is_bounded() -> None:
         _submit(scheduler, job, 1, 2)
     assert (scheduler.running, scheduler.waiting) == (1, 2)
     with pytest.raises(QueueFull):
-        scheduler.admissible(Request((1, 2)))
+        scheduler.admissible(Request((1, 2)), 0.0)
     scheduler.on(JobEnded(JobId(1), Cancelled(), 0.0))
-    scheduler.admissible(Request((1, 2)))
+    scheduler.admissible(Request((1, 2)), 0.0)
 
 
 def test_ending_a_job_frees_its_lane_for_the_next_at_once() -> None:
@@ -206,7 +206,7 @@ def test_a_ring_that_never_answers_is_given_up() -> None:
     assert isinstance(failed, Fail)
     assert isinstance(failed.error, StageLost)
     with pytest.raises(RingUnavailable):
-        scheduler.admissible(Request((1,)))
+        scheduler.admissible(Request((1,)), 0.0)
 
 
 def test_a_lane_refused_again_and_again_fails_its_job_with_the_story() -> None:
