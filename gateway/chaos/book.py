@@ -28,6 +28,7 @@ class Played:
     tokens: tuple[int, ...]
     cached_prefix: int = 0
     refused: int = 0  # how often it was asked again: no ring took it, or its gateway died
+    cut_off: tuple[tuple[int, ...], ...] = ()  # what had come then
     recovering: int = 0  # how often it was told that its ring heals
     error: str = ""
 
@@ -62,6 +63,8 @@ class Book:
     hits: list[Hit] = field(default_factory=list)
     # How often each answer was given to an ask; the cold ring will say which one is right.
     answers: dict[Ask, Counter[tuple[int, ...]]] = field(default_factory=dict)
+    # Of answers that were cut off and asked again, likewise.
+    beginnings: dict[Ask, Counter[tuple[int, ...]]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     streams: int = 0
     refused: int = 0
@@ -86,6 +89,8 @@ class Book:
     def _answered(self, played: Played) -> None:
         ask = played.step.ask
         self.answers.setdefault(ask, Counter())[played.tokens] += 1
+        for tokens in played.cut_off:
+            self.beginnings.setdefault(ask, Counter())[tokens] += 1
         self.reused_tokens += played.cached_prefix
         self.prompt_tokens += len(ask.prompt)
 

@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from coordinator.errors import SetupError
 from coordinator.frames import Epoch
 from coordinator.router import Router
 from coordinator.status import RingStatus
 from gateway.chaos.book import Book
 from gateway.chaos.moments import SeenRing
 from gateway.chaos.player import request_of
-from gateway.chaos.processes import stage_pids
+from gateway.chaos.processes import has_ended, stage_pids
 from gateway.chaos.traffic import Ask
 from gateway.chaos.victims import OfProcesses
 from gateway.chaos.waiting import until
@@ -23,6 +24,8 @@ from gateway.client import Client
 from gateway.turns import TurnDelta
 
 _MOST_LANES = 1 << 16
+# For one answer of a ring that nothing disturbs.
+_COLD_S = 600.0
 
 Cold = Mapping[Ask, tuple[int, ...]]
 
@@ -53,15 +56,21 @@ class Wrong:
 async def cold_answers(
     client: Client, asks: Sequence[Ask], beside: int, tell: Callable[[str], None]
 ) -> dict[Ask, tuple[int, ...]]:
-    """Each ask alone on what it reads: no reuse, no drafts. `beside`: how many run at once."""
+    """Each ask alone on what it reads: no reuse, no drafts. `beside`: how many run at once. Raises SetupError when an
+    answer is not as long as it was asked to be: then it is no measure of others.
+    """
     room, found = asyncio.Semaphore(beside), {}
 
     async def play(ask: Ask) -> None:
         tokens: list[int] = []
-        async with room, client.generate(request_of(ask, cold=True)) as stream:
+        request = request_of(ask, cold=True, timeout_s=_COLD_S)
+        async with room, client.generate(request) as stream:
             async for event in stream:
                 if isinstance(event, TurnDelta):
                     tokens.extend(event.token_ids)
+        if len(tokens) != ask.max_tokens:
+            told = f"{len(tokens)} tokens where {ask.max_tokens} were asked for"
+            raise SetupError(f"an undisturbed ring answered {told}")
         found[ask] = tuple(tokens)
         if len(found) % 50 == 0:
             tell(f"{len(found)} of {len(asks)} cold answers")
@@ -71,11 +80,18 @@ async def cold_answers(
 
 
 def wrong_answers(book: Book, cold: Cold) -> list[Wrong]:
-    return [
+    """What was cut off and asked again has to be how the cold answer begins."""
+    whole = [
         Wrong(ask, tokens, cold[ask], streams)
         for ask, given in book.answers.items()
         for tokens, streams in given.items()
         if tokens != cold[ask]
+    ]
+    return whole + [
+        Wrong(ask, tokens, cold[ask], streams)
+        for ask, given in book.beginnings.items()
+        for tokens, streams in given.items()
+        if tokens != cold[ask][: len(tokens)]
     ]
 
 
@@ -143,7 +159,13 @@ def _unrest(status: RingStatus) -> Iterable[str]:
         yield f"{status.stored_rows} rows stored, and room for {status.info.host_rows}"
 
 
-async def left_over(within_s: float) -> list[str]:
-    """Stages' processes when all rings have been stopped."""
-    await until(lambda: not stage_pids(), within_s)
-    return [f"process {pid} is left over" for pid in stage_pids()]
+async def left_over(before: Sequence[int], within_s: float) -> list[str]:
+    """Stages' processes when all rings have been stopped. `before`: those that there were then, since who outlives its
+    raylet is this process's descendant no more.
+    """
+
+    def left() -> list[int]:
+        return sorted(pid for pid in {*before, *stage_pids()} if not has_ended(pid))
+
+    await until(lambda: not left(), within_s)
+    return [f"process {pid} is left over" for pid in left()]

@@ -18,6 +18,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import islice
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO
 
 from coordinator.errors import SetupError
 from gateway.chaos.book import Book
@@ -25,6 +27,7 @@ from gateway.chaos.faults import Struck
 from gateway.chaos.options import StormOptions
 from gateway.chaos.player import Player
 from gateway.chaos.processes import stage_pids
+from gateway.chaos.ring_storm import told
 from gateway.chaos.storm import Fault, Moment, Planned, storm
 from gateway.chaos.waiting import until
 from gateway.chat.tokenizer import load_tokenizer
@@ -42,19 +45,21 @@ _HEAD_FLAGS = (
 )
 _START_S = 180.0
 _END_S = 30.0
+_LOOK_S = 0.1
 # Of the numbers of a storm over rings.
 _FIRST_NUMBER = 1_000_000
 _MOMENTS = (Moment.PREFILL, Moment.DECODE)
 
 
 class GatewayStorm:
-    """`struck` and `problems` are there when it has blown."""
+    """`struck`, `problems` and the stages' processes of its end are there when it has blown."""
 
     def __init__(
         self, settings: ServeSettings, options: StormOptions, book: Book, board: ProgressBoard
     ) -> None:
         self.struck: list[Struck] = []
         self.problems: list[str] = []
+        self.stages: tuple[int, ...] = ()
         self._settings = settings
         self._options = options
         self._book = book
@@ -110,21 +115,18 @@ class GatewayStorm:
         problem = "" if went_on else f"no stream went on within {patience.heal_s:g} s"
         if stage_pids() != before:
             problem = f"the stages were processes {before}, and are {stage_pids()} now"
-        self.struck.append(
-            Struck(
-                planned,
-                at_s,
-                hit,
-                kills=1,
-                attempts=1,
-                opened_s=opened_s,
-                answered_s=answered_s,
-                problem=problem,
-            )
+        struck = Struck(
+            planned,
+            at_s,
+            hit,
+            kills=1,
+            attempts=1,
+            opened_s=opened_s,
+            answered_s=answered_s,
+            problem=problem,
         )
-        self._board.note(
-            f"gateway: serves again after {opened_s:.2f} s, answers after {answered_s}"
-        )
+        self.struck.append(struck)
+        self._board.note(f"gateway: serves again after {opened_s:.2f} s, {told(struck)}")
 
     async def _return(self) -> Client:
         """For a stream that was cut off. The client is the new gateway's."""
@@ -135,7 +137,7 @@ class GatewayStorm:
     async def _serve(self) -> None:
         """Raises SetupError."""
         settings = self._settings
-        flags = {
+        flags: dict[str, object] = {
             "--stages": settings.stages,
             "--lanes": settings.lanes,
             "--max-rows": settings.max_rows,
@@ -145,19 +147,22 @@ class GatewayStorm:
             "--http-port": 0,
             "--grpc-port": 0,
         }
+        if settings.kv_host_bytes is not None:
+            flags["--kv-host-bytes"] = settings.kv_host_bytes
         given = [str(part) for flag in flags.items() for part in flag]
         given += ["--detached", *(["--mirror"] if settings.mirror else [])]
-        self._gateway = await self._begin(*_COMMAND, "serve", settings.model, *given)
-        assert self._gateway.stdout is not None
-        try:
-            async with asyncio.timeout(_START_S):
-                ready = (await self._gateway.stdout.readline()).decode()
-        except TimeoutError:
-            ready = ""
-        if not ready.startswith("ready: grpc "):
-            raise SetupError(
-                f"the detached gateway did not start: {ready.strip() or 'no word of it'}"
-            )
+        with TemporaryFile() as log:
+            command = (*_COMMAND, "serve", settings.model, *given)
+            self._gateway = await self._begin(*command, stderr=log.fileno())
+            assert self._gateway.stdout is not None
+            try:
+                async with asyncio.timeout(_START_S):
+                    ready = (await self._gateway.stdout.readline()).decode()
+            except TimeoutError:
+                ready = f"it was not ready after {_START_S:g} s"
+            if not ready.startswith("ready: grpc "):
+                told = ready.strip() or _last_line(log)
+                raise SetupError(f"the detached gateway did not start: {told}")
         client = Client(ready.split()[2].rstrip(","))
         self._client = await self._clients.enter_async_context(client)
         self._serves.set()
@@ -165,40 +170,77 @@ class GatewayStorm:
     async def _end(self) -> None:
         """The gateway drains and the ring is ended by its name, as an operator would."""
         assert self._gateway is not None
-        assert self._client is not None
-        for ring in await self._client.rings():
-            for name in ("busy_lanes", "waiting_jobs", "running_jobs"):
-                if count := getattr(ring, name):
-                    self.problems.append(f"{ring.name}: {count} {name.replace('_', ' ')} at rest")
+        self.stages = stage_pids()
+        self.problems += await self._unrest()
         await self._clients.aclose()
-        self._gateway.terminate()
-        async with asyncio.timeout(_END_S):
-            await self._gateway.wait()
+        if not await _ended(self._gateway):
+            self.problems.append(f"the gateway did not end within {_END_S:g} s of its SIGTERM")
         stop = await self._begin(*_COMMAND, "stop", f"{_NAME}-0", "--ray-address", self._address)
-        async with asyncio.timeout(_START_S):
-            told, _ = await stop.communicate()
-        if stop.returncode:
+        told = b"no word of it"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_START_S):
+                told, _ = await stop.communicate()
+        if stop.returncode != 0:
+            await _ended(stop)
             self.problems.append(f"the detached ring could not be stopped: {told.decode().strip()}")
+
+    async def _unrest(self) -> list[str]:
+        """What is not as it should be of rings at rest; a stream's end is told a little before its lane is free."""
+        assert self._client is not None
+        ends_s = time.perf_counter() + self._options.patience.rest_s
+        while True:
+            found = [
+                f"{ring.name}: {count} {name.replace('_', ' ')} at rest"
+                for ring in await self._client.rings()
+                for name in ("busy_lanes", "waiting_jobs", "running_jobs")
+                if (count := getattr(ring, name))
+            ]
+            if not found or time.perf_counter() > ends_s:
+                return found
+            await asyncio.sleep(_LOOK_S)
 
     @asynccontextmanager
     async def _cluster(self) -> AsyncIterator[None]:
-        head = await self._begin(*_HEAD, *_HEAD_FLAGS)
-        try:
-            self._address = await _address_of(head)
-            yield
-        finally:
-            await self._clients.aclose()
-            for process in (self._gateway, head):
-                if process is not None and process.returncode is None:
-                    process.terminate()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(_END_S):
-                            await process.communicate()
+        # Where Ray and a killed gateway leave their files; in Ray's usual folder it would pass for the host's cluster.
+        with TemporaryDirectory(prefix="ringserve-", ignore_cleanup_errors=True) as folder:
+            self._environment["TMPDIR"] = folder
+            head = await self._begin(*_HEAD, *_HEAD_FLAGS, "--temp-dir", folder)
+            try:
+                self._address = await _address_of(head)
+                yield
+            finally:
+                await self._clients.aclose()
+                for process in (self._gateway, head):
+                    if process is not None:
+                        await _ended(process)
 
-    async def _begin(self, *command: str) -> asyncio.subprocess.Process:
+    async def _begin(
+        self, *command: str, stderr: int = subprocess.DEVNULL
+    ) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            *command, env=self._environment, stdout=subprocess.PIPE, stderr=stderr
         )
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no word of it")
+
+
+async def _ended(process: asyncio.subprocess.Process) -> bool:
+    """Asks it to end, and sees to it. False: it did not do so by itself in time."""
+    if process.returncode is not None:
+        return True
+    process.terminate()
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return False
+    return True
 
 
 async def _address_of(head: asyncio.subprocess.Process) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coordinator.errors import InvalidSetting
 from gateway.chaos.faults import Patience
-from gateway.chaos.storm import Fault
+from gateway.chaos.storm import DEADLY, Fault
 from gateway.chaos.traffic import Shape
 
 
@@ -31,5 +31,7 @@ class StormOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidSetting(name, f"must be greater than 0, got {value}")
+        if self.kills is not None and DEADLY.isdisjoint(self.faults):
+            raise InvalidSetting("kills", "none of the faults kills")
         if self.plot is not None and self.soak is None:
             raise InvalidSetting("plot", "draws what --soak looks at")

@@ -37,7 +37,7 @@ def plot_soak(path: Path, soak: Soak, struck_s: Sequence[float]) -> None:
     lanes = [(f"{name} lanes", at_s, float(each.lane_rows)) for name, at_s, each in held]
     stored = [(f"{name} store", at_s, float(each.stored_rows)) for name, at_s, each in held]
     _draw(rows, "Rows held", "rows", [*lanes, *stored])
-    rows.set_xlabel("minutes")
+    rows.set_xlabel("minutes; a grey line is a fault")
     for axes in (memory, descriptors, rows):
         for at_s in struck_s:
             axes.axvline((at_s - soak.begin_s) / 60, color="0.85", linewidth=0.8, zorder=0)

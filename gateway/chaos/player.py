@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
+from coordinator.errors import InvalidSetting
 from coordinator.requests import SessionId
 from gateway.chaos.book import Book, Played
 from gateway.chaos.options import StormOptions
-from gateway.chaos.traffic import Ask, Chatter, Encode, Step
+from gateway.chaos.traffic import Ask, Chatter, Encode, Step, longest_head
 from gateway.client import Client, error_info
 from gateway.turns import (
     TokenPrompt,
@@ -41,12 +42,15 @@ class _Turn:
     ring: str = ""
     arrivals_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    cut_off: list[tuple[int, ...]] = field(default_factory=list)
     cached_prefix: int = 0
     recovering: int = 0
     finished: bool = False
 
     def begin_again(self) -> None:
         """What has come so far comes once more; when it came stays."""
+        if self.tokens:
+            self.cut_off.append(tuple(self.tokens))
         self.ring, self.tokens = "", []
 
 
@@ -73,8 +77,11 @@ class Player:
     async def talking(
         self, options: StormOptions, encode: Encode, max_rows: int
     ) -> AsyncIterator[None]:
-        """Streams talk until the block is left, and then end their turns."""
+        """Streams talk until the block is left, and then end their turns. Raises InvalidSetting."""
         shape = replace(options.shape, rows=max_rows - _TURN_ROWS)
+        needed = longest_head(encode, shape) + _TURN_ROWS
+        if needed > max_rows:
+            raise InvalidSetting("max_rows", f"conversations need {needed}, got {max_rows}")
         async with asyncio.TaskGroup() as streams:
             for n in range(options.streams):
                 streams.create_task(self._talk(n, Chatter(options.seed, n, encode, shape)))
@@ -93,10 +100,11 @@ class Player:
         turn, refused, error = _Turn(time.perf_counter()), 0, ""
         self.running[stream] = turn
         while True:
+            client = self._client
             try:
-                await self._ask(step, turn)
+                await self._ask(client, step, turn)
             except grpc.aio.AioRpcError as failed:
-                error = await self._failed(failed, turn)
+                error = await self._failed(failed, turn, client)
                 if not error:
                     refused += 1
                     turn.begin_again()
@@ -116,10 +124,11 @@ class Player:
             cached_prefix=turn.cached_prefix,
             refused=refused,
             recovering=turn.recovering,
+            cut_off=tuple(turn.cut_off),
             error=error,
         )
 
-    async def _failed(self, failed: grpc.aio.AioRpcError, turn: _Turn) -> str:
+    async def _failed(self, failed: grpc.aio.AioRpcError, turn: _Turn, client: Client) -> str:
         """What is wrong; empty, behind a wait: it is to be asked again."""
         told = f"{failed.code().name}: {failed.details()}"
         if time.perf_counter() - turn.sent_s > self._patience_s:
@@ -127,16 +136,17 @@ class Player:
         info = error_info(failed)
         if info is None and self._returns is not None:
             self._client = await self._returns()
-            return ""
+            # The same one: its gateway lives, and has lost the stream.
+            return told if self._client is client else ""
         if info is None or info.retry_after_s is None or turn.tokens:
             return told
         await asyncio.sleep(min(info.retry_after_s, _LONGEST_RETRY_S))
         return ""
 
-    async def _ask(self, step: Step, turn: _Turn) -> None:
+    async def _ask(self, client: Client, step: Step, turn: _Turn) -> None:
         session = SessionId(step.session)
         request = request_of(step.ask, session=session, timeout_s=2 * self._patience_s)
-        async with self._client.generate(request) as stream:
+        async with client.generate(request) as stream:
             async for event in stream:
                 match event:
                     case TurnStarted():

@@ -14,11 +14,11 @@ from gateway.chaos.book import Book
 from gateway.chaos.faults import Striker, Struck
 from gateway.chaos.moments import SeenRing
 from gateway.chaos.options import StormOptions
-from gateway.chaos.storm import Fault, Planned, storm
+from gateway.chaos.storm import KILLS, Fault, Planned, storm
 from gateway.chaos.victims import OfProcesses, victims_of
 from gateway.chaos.waiting import until
 from gateway.progress import ProgressBoard
-from gateway.settings import ServeSettings
+from gateway.settings import RingKind, ServeSettings
 
 
 class RingStorm:
@@ -38,12 +38,15 @@ class RingStorm:
         folder = None if settings.kv_disk is None else settings.kv_disk / self.target.name
         victims = victims_of(self.target.inner, folder, self._seated)
         self._options = options
+        self._kind = settings.ring
         self._stages, self._spares = settings.stages, settings.spares
         self._board = board
         self._striker = Striker(
             self.target, victims, partial(book.struck, ring=self.target.name), options.patience
         )
         self._faults = self._possible()
+        # Without any that kill, a number of kills would never be reached.
+        self._kills = None if set(KILLS).isdisjoint(self._faults) else options.kills
 
     async def blow(self) -> None:
         faults, begin_s = self._faults, time.perf_counter()
@@ -66,7 +69,8 @@ class RingStorm:
         """Raises SetupError when nothing of what was chosen can be done to this kind of ring."""
         can, chosen = self._striker.faults, self._options.faults
         faults = [fault for fault in chosen if fault in can]
-        left_out = [str(fault) for fault in chosen if fault not in can]
+        elsewhere = {Fault.GATEWAY} if self._kind is RingKind.RAY else set()
+        left_out = [str(fault) for fault in chosen if fault not in can | elsewhere]
         if left_out:
             self._board.note(f"not on this kind of ring: {', '.join(left_out)}")
         if not faults:
@@ -74,7 +78,7 @@ class RingStorm:
         return faults
 
     def _is_over(self, planned: Planned, faults: int, passed_s: float) -> bool:
-        kills, minutes = self._options.kills, self._options.minutes
+        kills, minutes = self._kills, self._options.minutes
         if kills is None and minutes is None:
             return planned.number >= faults
         has_killed = kills is not None and sum(each.kills for each in self.struck) >= kills

@@ -7,9 +7,10 @@ right checker.py's.
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +28,10 @@ from gateway.chaos.moments import SeenRing
 from gateway.chaos.options import StormOptions
 from gateway.chaos.picture import plot_soak
 from gateway.chaos.player import Player
+from gateway.chaos.processes import stage_pids
 from gateway.chaos.report import ChaosReport, report, show
 from gateway.chaos.ring_storm import RingStorm
-from gateway.chaos.soak import Soak
+from gateway.chaos.soak import Soak, check_place
 from gateway.chaos.storm import Act, Fault
 from gateway.chaos.traffic import Ask
 from gateway.client import Client
@@ -44,8 +46,12 @@ def chaos_command(settings: ServeSettings, options: StormOptions, as_json: bool)
     """Runs and shows it; False when a stream was wrong or lost, or something was left over. Raises SetupError."""
     if options.plot is not None:
         check_plotting()
-    console = Console(stderr=as_json, soft_wrap=True)
-    with open_board(console) as board:
+    for file in (options.soak, options.plot):
+        if file is not None:
+            check_place(file)
+    console, output = Console(stderr=as_json, soft_wrap=True), sys.stdout
+    # Ray tells of each process that died, on whatever is standard output then.
+    with redirect_stdout(sys.stderr if as_json else output), open_board(console) as board:
         told = asyncio.run(run_chaos(settings, options, board))
     show(told, console)
     if as_json:
@@ -58,18 +64,14 @@ async def run_chaos(
 ) -> ChaosReport:
     """Raises SetupError."""
     book, struck, problems = Book(), list[Struck](), list[str]()
-    of_rings = tuple(fault for fault in options.faults if fault is not Fault.GATEWAY)
-    of_gateway = len(of_rings) < len(options.faults)
-    if of_rings:
-        on_rings = replace(options, faults=of_rings)
-        struck, problems = await _ring_storm(settings, on_rings, book, board)
-    if of_gateway and settings.ring is not RingKind.RAY:
-        board.note("not on this kind of ring: gateway")
-    elif of_gateway:
+    of_gateway = Fault.GATEWAY in options.faults and settings.ring is RingKind.RAY
+    if not of_gateway or len(options.faults) > 1:
+        struck, problems = await _ring_storm(settings, options, book, board)
+    if of_gateway:
         gateway = GatewayStorm(settings, options, book, board)
         await gateway.blow()
         struck, problems = struck + gateway.struck, problems + gateway.problems
-        problems += await left_over(_EXIT_S)
+        problems += await left_over(gateway.stages, _EXIT_S)
     cold = await _cold(settings, list(book.answers), board)
     return report(book, struck, wrong_answers(book, cold), problems)
 
@@ -97,19 +99,23 @@ async def _ring_storm(
                 await storm.blow()
             check = EndCheck(running.router, storm.rings, settings.spares)
             problems = await check.problems(storm.target.name, options.patience.rest_s)
-    problems += await left_over(_EXIT_S)
+            stages = stage_pids()
+    problems += await left_over(stages, _EXIT_S)
     if options.soak is not None:
-        problems += _soaked(options, soak, book)
+        problems += _soaked(options, soak, book, board)
     return storm.struck, problems
 
 
-def _soaked(options: StormOptions, soak: Soak, book: Book) -> list[str]:
+def _soaked(options: StormOptions, soak: Soak, book: Book, board: ProgressBoard) -> list[str]:
     """What grows. Raises SetupError when a file cannot be written."""
     assert options.soak is not None
     soak.write(options.soak)
     if options.plot is not None:
         plot_soak(options.plot, soak, [mark.at_s for mark in book.marks])
-    return [str(each) for each in soak.growths() if not each.is_flat]
+    growths = soak.growths()
+    for role in sorted({each.role for each in soak.processes} - {each.role for each in growths}):
+        board.note(f"{role}: looked at too rarely to tell whether it grows")
+    return [str(each) for each in growths if not each.is_flat]
 
 
 @contextmanager

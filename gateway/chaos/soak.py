@@ -1,6 +1,7 @@
 """What the processes and the rings take while a storm goes on, every ten seconds, and whether any of it grows.
 
-Decides what is looked at, and under which role: a stage's replacement goes on with its series. The rule is flat.py's.
+Decides what is looked at, and under which role: a stage's replacement goes on with its series. A role that several
+processes had counts each of them once, since a new one begins small again. The rule is flat.py's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -17,14 +19,17 @@ from pathlib import Path
 
 from coordinator.errors import SetupError
 from coordinator.router import Router
-from gateway.chaos.flat import Growth, growth
+from gateway.chaos.flat import Allowance, Growth, growth
 from gateway.chaos.moments import SeenRing
 from gateway.chaos.processes import Weight, weight
 from gateway.chaos.victims import OfProcesses
 
 _EVERY_S = 10.0
 # Descriptors and threads that come and go with connections, and with whoever is looked at in the midst of a change.
-_FEW_PIECES = 4.0
+_PIECES = Allowance(few=4.0)
+# Allocators hold back some MiB, now more, now less; half a MiB a minute is 700 MiB a day.
+_MEMORY = Allowance(few=8.0, a_minute=0.5)
+_MIB = 2**20
 _MOST_LANES = 1 << 16
 GATEWAY = "gateway"
 
@@ -48,6 +53,16 @@ class Held:
     lane_rows: int
     stored_rows: int
     sessions: int
+
+
+def check_place(file: Path) -> None:
+    """Before hours are spent on what is to be written there. Raises SetupError."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"{file} cannot be written: {error}") from error
+    if not os.access(file.parent, os.W_OK):
+        raise SetupError(f"{file} cannot be written")
 
 
 class Soak:
@@ -81,13 +96,17 @@ class Soak:
             yield
         finally:
             looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            (ended,) = await asyncio.gather(looking, return_exceptions=True)
+        # What was not looked at would be taken for flat.
+        if isinstance(ended, Exception):
+            raise ended
 
     def growths(self) -> list[Growth]:
-        found = [
-            growth(f"{role}: {what}", times, values, few)
-            for (role, what, few), (times, values) in self._series().items()
-        ]
+        """Without what there are too few values of."""
+        roles = defaultdict[str, list[Looked]](list)
+        for each in self.processes:
+            roles[each.role].append(each)
+        found = [each for role, looks in roles.items() for each in _growths(role, looks)]
         return [each for each in found if each is not None]
 
     def write(self, path: Path) -> None:
@@ -99,7 +118,6 @@ class Soak:
             "rings": [asdict(each) for each in self.rings],
         }
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(told), encoding="utf-8")
         except OSError as error:
             raise SetupError(f"{path} cannot be written: {error}") from error
@@ -116,15 +134,29 @@ class Soak:
                 for stage, pid in enumerate(ring.inner.pids):
                     yield f"{ring.name} stage {stage}", pid
 
-    def _series(self) -> dict[tuple[str, str, float], tuple[list[float], list[float]]]:
-        series = defaultdict[tuple[str, str, float], tuple[list[float], list[float]]](
-            lambda: ([], [])
-        )
-        for each in self.processes:
-            pieces = ("descriptors", each.weight.descriptors), ("threads", each.weight.threads)
-            for what, value in (("memory", each.weight.uss_bytes), *pieces):
-                few = 0.0 if what == "memory" else _FEW_PIECES
-                times, values = series[each.role, what, few]
-                times.append(each.at_s)
-                values.append(value)
-        return series
+
+def _growths(role: str, looks: Sequence[Looked]) -> Iterator[Growth | None]:
+    kinds = (
+        ("MiB of memory", _MEMORY, [(each, each.weight.uss_bytes / _MIB) for each in looks]),
+        ("descriptors", _PIECES, [(each, float(each.weight.descriptors)) for each in looks]),
+        ("threads", _PIECES, [(each, float(each.weight.threads)) for each in looks]),
+    )
+    for what, allowance, values in kinds:
+        yield growth(role, what, *_points(values), allowance)
+
+
+def _points(values: Sequence[tuple[Looked, float]]) -> tuple[list[float], list[float]]:
+    """Times and values: each look of a role that one process had, or the middle of each process."""
+    lives = defaultdict[int, list[tuple[float, float]]](list)
+    for each, value in values:
+        lives[each.pid].append((each.at_s, value))
+    points = (
+        next(iter(lives.values()))
+        if len(lives) == 1
+        else [_middle(life) for life in lives.values()]
+    )
+    return [at_s for at_s, _ in points], [value for _, value in points]
+
+
+def _middle(life: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return statistics.fmean(at_s for at_s, _ in life), statistics.median(value for _, value in life)

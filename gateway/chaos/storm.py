@@ -58,6 +58,7 @@ class Fault(StrEnum):
 
 
 KILLS = tuple(fault for fault in Fault if fault.act is Act.KILL)
+DEADLY = frozenset({*KILLS, Fault.GATEWAY})
 _ANY_MOMENT = (Moment.PREFILL, Moment.DECODE, Moment.SPECULATION)
 # How long a process stays stopped once its place has been given away, a link slow, a disk full.
 _SHORTEST_S, _LONGEST_S = 1.0, 4.0

@@ -158,6 +158,11 @@ class Chatter:
         return Talk(self._dice.randrange(self._shape.pool), session, self._encode, self._shape)
 
 
+def longest_head(encode: Encode, shape: Shape) -> int:
+    """Tokens that a conversation may begin with, before anything is asked."""
+    return max(len(encode(_head(number))) for number in range(shape.pool))
+
+
 def _sampling(place: random.Random) -> SamplingSpec:
     """Half of the turns are greedy."""
     if place.random() < 0.5:

@@ -1,9 +1,8 @@
-"""What a storm's findings are: pauses, moments, flatness, and the table's figures."""
+"""What a storm's findings are: pauses, moments, and the table's figures."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -27,7 +26,6 @@ from coordinator.requests import GREEDY
 from gateway.chaos.book import Book, Played, pause_s
 from gateway.chaos.checker import wrong_answers
 from gateway.chaos.faults import Struck
-from gateway.chaos.flat import growth
 from gateway.chaos.moments import moments_of
 from gateway.chaos.report import report
 from gateway.chaos.storm import Fault, Moment, Planned
@@ -166,29 +164,3 @@ def test_any_finding_makes_a_report_unclean(found: dict[str, object]) -> None:
     clean = Book()
     clean.ended(played())
     assert report(clean, [], wrong_answers(clean, {ASK: (7, 8, 9, 9)}), []).is_clean
-
-
-def test_what_rises_by_a_twentieth_is_not_flat_and_what_swings_is() -> None:
-    times = [10.0 * n for n in range(90)]
-    rising = growth("m", times, [100 + 10 * n / 90 for n in range(90)])
-    swinging = growth("m", times, [100 + 10 * math.sin(n) for n in range(90)])
-    filling = growth("m", times, [min(100.0, 20.0 + 4 * n) for n in range(90)])
-    assert rising is not None
-    assert swinging is not None
-    assert filling is not None
-    assert not rising.is_flat
-    assert "m rises by 9.89" in str(rising)
-    assert swinging.is_flat
-    assert filling.is_flat
-    assert growth("m", times[:6], [1.0] * 6) is None
-
-
-def test_a_few_pieces_more_or_less_are_flat_where_pieces_are_counted() -> None:
-    times = [10.0 * n for n in range(90)]
-    leak = [20.0 + n / 10 for n in range(90)]
-    some = [20.0 + n / 40 for n in range(90)]
-    few, many = growth("fds", times, some, few=4.0), growth("fds", times, leak, few=4.0)
-    assert few is not None
-    assert many is not None
-    assert few.is_flat
-    assert not many.is_flat

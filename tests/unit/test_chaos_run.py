@@ -66,6 +66,8 @@ async def test_a_slow_stage_is_no_loss() -> None:
 async def test_it_ends_after_so_many_kills_or_minutes() -> None:
     told = await storm(replace(OPTIONS, faults=(Fault.KILL_DECODE,), kills=3))
     assert (told.kills, told.faults[0].count) == (3, 3)
+    told = await storm(replace(OPTIONS, faults=(Fault.SLOW, Fault.GATEWAY), kills=3))
+    assert (told.kills, [kind.fault for kind in told.faults]) == (0, ["slow"])
     told = await storm(replace(OPTIONS, minutes=0.01))
     assert 1 <= told.kills < 20
 
@@ -147,6 +149,8 @@ async def test_another_ring_that_is_disturbed_is_found() -> None:
 async def test_what_is_not_possible_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(InvalidSetting, match="none of them can be done to this kind of ring"):
         await storm(replace(OPTIONS, faults=(Fault.STOP,)))
+    with pytest.raises(InvalidSetting, match="none of them can be done to this kind of ring"):
+        await storm(replace(OPTIONS, faults=(Fault.GATEWAY,)))
     for name in ("streams", "kills", "minutes", "every_s"):
         with pytest.raises(InvalidSetting, match=f"{name}: must be greater than 0"):
             replace(OPTIONS, **{name: 0})
@@ -160,7 +164,7 @@ def test_the_command_prints_the_figures_and_its_exit_code_tells_whether_all_was_
     command += ["--streams", "2", "--soak", str(soak), "--json"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout.strip().splitlines()[-1])
+    told = json.loads(result.stdout)
     assert (told["kills"], told["wrong_streams"], told["lost_streams"]) == (1, 0, 0)
     looks = json.loads(soak.read_text(encoding="utf-8"))
     assert {each["role"] for each in looks["processes"]} == {"gateway"}

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gateway.chaos.checker import left_over
 from gateway.chaos.processes import has_ended, stage_pids, weight
 from gateway.chaos.storm import Fault
 from gateway.chaos.victims import Processes, Threads, victims_of
@@ -105,6 +106,14 @@ def test_whoever_loads_is_the_youngest_stage_that_has_no_seat(
     assert Processes(Ring(), False, lambda: {1, writer.pid}).kill_loading() is None
     assert Processes(Ring(), False, lambda: {1}).kill_loading() == writer.pid
     assert writer.wait(timeout=5.0) < 0
+
+
+async def test_a_stage_that_outlives_its_raylet_is_left_over_whosever_child_it_is(
+    writer: subprocess.Popen[str],
+) -> None:
+    assert await left_over((writer.pid,), 0.0) == [f"process {writer.pid} is left over"]
+    writer.kill()
+    assert await left_over((writer.pid,), 5.0) == []
 
 
 def test_only_processes_that_ray_made_of_stages_count() -> None:

@@ -216,6 +216,7 @@ async def test_a_stage_that_lost_its_checkpoints_costs_time_and_no_token(folder:
         lost.drop(tuple(lost._saved))
         turn = await play(driver, prompts[1], "a")
         assert turn.tokens == answers[prompts[1]]
+        assert turn.cached == 0, "what was told is what was reused"
         assert driver.status().counts.refusals > 0
         assert (await play(driver, prompts[2], "a")).cached == len(prompts[1]) + ANSWER - 1
 
