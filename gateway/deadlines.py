@@ -1,4 +1,4 @@
-"""Every deadline that a serving process waits by, in one record, for the line that is printed at its start.
+"""Every setting that a serving process waits by, in one record, for the line that is printed at its start.
 
 Decides none of them: they are the settings', the ring's and the fronts' own.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from gateway.http.streaming import KEEP_ALIVE_S
-from gateway.settings import RingKind, ServeSettings
+from gateway.settings import PATIENCE, RingKind, ServeSettings
 
 if TYPE_CHECKING:
     from stage.config import RingConfig
@@ -69,7 +69,7 @@ def deadlines_of(settings: ServeSettings, config: RingConfig | None) -> Deadline
         mirror_s=None if ring is None or not ring.mirror else ring.mirror_s,
         unread_s=scheduler.unread_s,
         request_s=settings.http.request_s,
-        http_unread_s=settings.http.unread_s,
+        http_unread_s=settings.http.unread_s * PATIENCE,
         keep_alive_s=KEEP_ALIVE_S,
         grpc_keepalive_s=settings.grpc.keepalive_s,
         grpc_keepalive_timeout_s=settings.grpc.keepalive_timeout_s,

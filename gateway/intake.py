@@ -66,6 +66,8 @@ class Intake:
             held.drop()
 
     def _take(self, held: Held, nbytes: int) -> None:
+        if not nbytes:
+            return  # small ones may have taken more than there is; that a body has ended, or a client left, takes none
         if held.bytes + nbytes > _SMALL_BYTES and self.bytes + nbytes > self._most:
             self.told(Shed.BYTES)
             raise QueueFull(

@@ -20,11 +20,13 @@ def usable_folder(kv_disk: Path | None) -> Path | None:
         return None
     from stage.disk_room import no_room
 
-    folder = kv_disk.expanduser().absolute()
     try:
+        folder = kv_disk.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
+    except RuntimeError as error:  # ~somebody who is not known here
+        raise _unusable(f"{kv_disk}: {error}") from error
     except OSError as error:
-        raise _unusable(f"{folder}: {error.strerror}") from error
+        raise _unusable(f"{kv_disk}: {error.strerror}") from error
     if (why := no_room(folder)) is not None:
         if not why.is_full:
             raise _unusable(str(why))

@@ -134,7 +134,12 @@ async def launch(
         service = GenerationService(
             model.name, router, model.tokenizer, clock, rng, watching, quotas, intake
         )
-        stack.push_async_callback(rings.stop)
+
+        async def end_rings(kind: type[BaseException] | None, *_: object) -> None:
+            # Whoever is to be gone has no time for rows either.
+            await rings.stop(at_once=kind is not None)
+
+        stack.push_async_exit(end_rings)
         rings.announce(settings.rings)
         fronts = (
             serve_grpc(service, settings.grpc, rings, guard),

@@ -95,17 +95,17 @@ class RingSet:
         status = driver.status()
         return status.running_jobs + status.waiting_jobs
 
-    async def stop(self) -> None:
-        """Ends all rings, and the jobs that they still have. Cancelled, it ends them nevertheless, and waits for
-        nothing else.
-        """
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Ends all rings, and the jobs that they still have. `at_once`, or cancelled, it waits for nothing else."""
         self._stopping.set()
+        if at_once:
+            self._settle_s = 0.0
         try:
             await asyncio.gather(*self._ending.values(), return_exceptions=True)
             await asyncio.gather(*(each.settle(self._settle_s) for each in self._drivers.values()))
         finally:
-            for driver in tuple(self._drivers.values()):
-                await driver.stop()
+            # At once: whoever is cancelled meanwhile still ends them all.
+            await asyncio.gather(*(driver.stop() for driver in self._drivers.values()))
 
     async def _end(self, driver: RingDriver) -> None:
         while not (driver.idle or self._stopping.is_set()):

@@ -167,11 +167,8 @@ class ServeSettings:
             raise InvalidSetting("request_bytes", told)
         if self.draft_model is not None and self.ring is RingKind.FAKE:
             raise InvalidSetting("draft_model", "a fake ring has no vocabulary to share")
-        if self.ray_address is not None and not _is_ray_address(self.ray_address):
-            raise InvalidSetting(
-                "ray_address",
-                f"must be HOST:PORT as for ray start --address, got {self.ray_address!r}",
-            )
+        if self.ray_address is not None:
+            check_ray_address(self.ray_address)
         if self.detached and (self.ring is not RingKind.RAY or self.ray_address is None):
             raise InvalidSetting(
                 "detached",
@@ -236,11 +233,15 @@ def _check_listening(settings: GrpcSettings | HttpSettings, port: str) -> None:
         raise InvalidSetting("host", told)
 
 
-def _is_ray_address(address: str) -> bool:
-    """Not auto, which may mean a Ray that has ended; nor a client's ray://, a proxy that no frame passes through."""
+def check_ray_address(address: str) -> None:
+    """Not auto, which may mean a Ray that has ended; nor a client's ray://, a proxy that no frame passes through.
+    Raises InvalidSetting.
+    """
     host, _, port = address.rpartition(":")
     at_a_port = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
-    return bool(host) and "/" not in host and at_a_port
+    if not (host and "/" not in host and at_a_port):
+        told = f"must be HOST:PORT as for ray start --address, got {address!r}"
+        raise InvalidSetting("ray_address", told)
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gateway.models import find_model
 from gateway.progress import ProgressBoard
-from gateway.settings import ServeSettings
+from gateway.settings import ServeSettings, check_ray_address
 
 if TYPE_CHECKING:
     from stage.ray_ring.census import RingSight
@@ -44,6 +44,7 @@ async def connected(ray_address: str) -> AsyncIterator[RayCluster]:
     """A cluster, for as long as the block lasts. Raises SetupError."""
     from gateway.ray_address import check_ray
 
+    check_ray_address(ray_address)
     await asyncio.to_thread(check_ray, ray_address)
     from stage.ray_ring.cluster import RayCluster
 

@@ -1,8 +1,8 @@
 """The Ray actor around one stage.
 
-Decides nothing of its own but its end, once nobody probes it any more. It loads a slice, makes a stage of it, and has
-its loop run in the thread that Ray gives to `run`. Other methods come in other threads. Ray carries these calls only,
-never a frame. A call that belongs to a wiring of the ring carries its turn.
+Decides nothing of its own but its end, once nobody probes it any more, or its node's raylet is gone. It loads a slice,
+makes a stage of it, and has its loop run in the thread that Ray gives to `run`. Other methods come in other threads.
+Ray carries these calls only, never a frame. A call that belongs to a wiring of the ring carries its turn.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class StageActor:
         if owner is not None:
             self._tenancy.claim(owner)
         self._watchdog = Watchdog(config.fence_s)
-        if not config.detached:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._raylet = os.getppid()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def place(self) -> Place:
         node = ray.get_runtime_context().get_node_id()
@@ -315,7 +315,16 @@ class StageActor:
 
     def _watch(self) -> None:
         """The thread of the watchdog. Nothing is tidied up: whoever stopped probing has given this process up."""
-        while not self._watchdog.is_fenced():
+        while (reason := self._unwanted()) is None:
             time.sleep(self._watchdog.step_s)
-        log.error("fenced pid=%d reason=no probe for %g s", os.getpid(), self._config.fence_s)
+        log.error("fenced pid=%d reason=%s", os.getpid(), reason)
         os._exit(1)
+
+    def _unwanted(self) -> str | None:
+        """Why nobody can want this process any more."""
+        if os.getppid() != self._raylet:
+            # No call reaches it, and nobody else would end it: Ray's own way goes through the raylet.
+            return "the raylet of its node has ended"
+        if not self._config.detached and self._watchdog.is_fenced():
+            return f"no probe for {self._config.fence_s:g} s"
+        return None

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+from coordinator.errors import RingLost
 from stage.kv.mirror import Key, MirrorShelf, Record
 from stage.kv.outbox import Outbox
 from stage.mirror_wire import Absent, Dropped, Hello, Said, Shelved, Wanted, decode, encode
@@ -74,6 +75,8 @@ class Mirror:
         if owner != self.keeps:
             self.shelf.clear()
             self.keeps = owner
+        # What the stage has for its nodes, and so may have of them here, it says itself in each turn.
+        self.shelf.budget = self._budget
         self._turn.admit(public, keeper, self.shelf)
 
     def open(self, turn: int, stage: TakesBack | None, within_s: float) -> GivenBack:
@@ -96,7 +99,11 @@ class _Turn:
     def __init__(self, number: int, where: Path | str) -> None:
         self.number = number
         self._link = Link()
-        self._answers, self.endpoint = self._link.answer(where)
+        try:
+            self._answers, self.endpoint = self._link.answer(where)
+        except RingLost:
+            self._link.close()
+            raise
         self._keeper: Endpoint | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -219,20 +226,25 @@ class Telling:
         """The records that come in time, in this order."""
         keys = iter(wanted)
         for key in islice(keys, _ASKED_AHEAD):
-            self._ask(key)
+            self._ask(key, until)
         while self._owed:
-            left = min(until - time.monotonic(), _SILENT_S)
-            parts = self._channel.receive(max(left, 0.0))
+            left = _left_s(until)
+            parts = self._channel.receive(left)
             if parts is None:
                 return
             self._owed -= 1
             if left > 0:
                 for another in islice(keys, 1):
-                    self._ask(another)
+                    self._ask(another, until)
             said = decode(parts)
             if isinstance(said, Record):
                 yield said
 
-    def _ask(self, key: Key) -> None:
-        if self._channel.send(encode(Wanted(key))):
+    def _ask(self, key: Key, until: float) -> None:
+        """A neighbour that is gone takes no question either."""
+        if self._channel.send(encode(Wanted(key)), _left_s(until)):
             self._owed += 1
+
+
+def _left_s(until: float) -> float:
+    return max(0.0, min(until - time.monotonic(), _SILENT_S))

@@ -42,7 +42,10 @@ class News(logging.Handler):
         logging.getLogger(_OURS).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(Line(record.name, record.levelno, record.getMessage()))
+        try:
+            self._lines.append(Line(record.name, record.levelno, record.getMessage()))
+        except Exception:  # as every handler: a line that cannot be said ends nobody's work
+            self.handleError(record)
 
     def take(self) -> tuple[Line, ...]:
         """What has been logged since this was asked last."""

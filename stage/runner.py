@@ -132,7 +132,11 @@ class _Wires:
         self._link = Link()
         self._where = where
         self.is_orphan = False  # whoever made its folder may be gone
-        self.listener: Listener = self._link.listen(where)
+        try:
+            self.listener: Listener = self._link.listen(where)
+        except RingLost:
+            self._link.close()
+            raise
         self.sender: Sender | None = None
         self._following: Endpoint | None = None
         self.taken = False  # by the loop, which closes them
@@ -145,8 +149,8 @@ class _Wires:
     def take(self) -> None:
         """Connects: by now everybody knows whom to let in."""
         assert self._following is not None
-        self.taken = True
         self.sender = self._link.connect(self._following)
+        self.taken = True
 
     def receive(self) -> Delivery | None:
         """A socket may still hand out what it has when it is to be closed."""

@@ -99,7 +99,11 @@ class Link:
 
     def connect(self, to: Endpoint) -> Sender:
         socket = self._socket(zmq.PUSH)
-        self._connect(socket, to)
+        try:
+            self._connect(socket, to)
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return Sender(socket)
 
     def call(self, to: Endpoint) -> Channel:
@@ -238,13 +242,16 @@ class Channel:
     def is_closed(self) -> bool:
         return self._socket is None
 
-    def send(self, parts: Sequence[Buffer]) -> bool:
-        """Waits while the peer lags behind. False: it is closed."""
-        if self._socket is not None:
-            try:
-                self._socket.send_multipart(parts, copy=False)
-            except zmq.ZMQError:
-                self.close()
+    def send(self, parts: Sequence[Buffer], within_s: float | None = None) -> bool:
+        """Waits while the peer lags behind. False: it is closed, or the time is up."""
+        if self._socket is None:
+            return False
+        try:
+            if within_s is not None and not self._socket.poll(int(within_s * 1000), zmq.POLLOUT):
+                return False
+            self._socket.send_multipart(parts, copy=False)
+        except zmq.ZMQError:
+            self.close()
         return not self.is_closed
 
     def receive(self, within_s: float | None = None) -> list[memoryview] | None:

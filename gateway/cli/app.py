@@ -1,4 +1,4 @@
-"""The command line: `ringserve serve`, `plan`, `chat`, `rings`, `cache`, `demo` and `bench`.
+"""The command line: `ringserve` and its commands, each in a file of its own beside this one.
 
 It parses flags and RINGSERVE_* names into settings, shows what happens and maps ends to exit codes: 0, 1 for a
 failure, 2 for bad usage, 130 when interrupted. Heavy modules are imported by the command that needs them.

@@ -83,7 +83,7 @@ def drain(
 
 
 def _in_cluster(ray_address: str, question: Callable[[], Awaitable[T]]) -> T:
-    """Ends the command with exit code 1 when there is no answer."""
+    """Ends the command when there is no answer."""
 
     async def asked() -> T:
         async with connected(ray_address):

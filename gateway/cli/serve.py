@@ -130,8 +130,10 @@ class _Interrupts:
         await self._asked.wait()
 
     async def _keep(self) -> None:
-        """While it loads, Ray's core sets a handler of its own for SIGTERM, at some moment: one that prints a stack."""
-        while not self._may_drain:
+        """Whenever it starts, Ray's core sets a handler of its own for SIGTERM, at some moment: one that prints a stack
+        and ends the process. It starts again with a ring that is added after the last one was drained.
+        """
+        while True:
             self._install()
             await asyncio.sleep(_INSTALL_EVERY_S)
 

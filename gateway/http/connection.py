@@ -67,6 +67,8 @@ class Connection(H11Protocol):
             dialect = ANTHROPIC if is_message else OPENAI
             too_many = TooManyConnections(self.config.most)
             app = error_response(too_many, uuid.uuid4().hex, dialect)
+            # Kept open it would go on to count, and those that were here before would be turned away as well.
+            app.headers["connection"] = "close"
         await app(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

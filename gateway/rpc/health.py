@@ -1,6 +1,6 @@
 """grpc.health.v1 over the state of the rings at the moment of the question.
 
-It decides what is told about "" and our own service: NOT_SERVING while loading, re-forming or draining. Watches end
+It decides what is told about "" and our own service: NOT_SERVING while loading, healing or draining. Watches end
 when the server drains, since they would hold it up for ever.
 """
 

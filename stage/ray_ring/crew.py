@@ -1,6 +1,7 @@
 """The actors of one start of a ring, in a placement group of their own.
 
-Decides where they are made and what a load may take. Every actor that it ever made is ended by `end`, at the latest.
+Decides where they are made and what a load may take. Every actor that it ever made is ended by `end`, at the latest,
+unless another gateway has taken it: then it is that one's, with its place.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 0.2
 # Ray answers within milliseconds; it is not waited for when it is not there any more.
 _REMOVE_S = 5.0
+TAKEN = "it was taken from this gateway, by another one or by `ringserve stop`"
+_NOT_UP = "`ray status` tells whether its node is there, and has room"
 # A checkout is on no host's import path by itself.
 _IMPORT_FROM = str(Path(__file__).resolve().parents[2])
 
@@ -54,6 +57,7 @@ class Crew:
         """`owner`: of a detached ring."""
         self._config = config
         self._owner = owner
+        self.taken = False  # by another gateway: its places are not ours to fill any more
         self._made = 0  # actors of this name so far
         self._share: Share = share_of(config)
         self._on_news = on_news
@@ -62,7 +66,8 @@ class Crew:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return tuple(self._members)
+        """In the order of their stages, as leases are taken."""
+        return tuple(sorted(self._members, key=lambda member: member.index))
 
     async def place(self) -> tuple[list[int], list[int]]:
         """The stages' bundles, in their order, and the spares'. Raises ClusterTooSmall, at once when the whole
@@ -87,11 +92,18 @@ class Crew:
         """A new actor, which has loaded nothing yet. It waits for its place until the process that had it has ended.
         Raises RingLost.
         """
-        member = Member(self._make_actor(bundle, index), bundle, self._on_news)
+        if self.taken:
+            raise RingLost(index, TAKEN)
+        try:
+            actor = self._make_actor(bundle, index)
+        except ValueError as error:  # two gateways made one of that name; the next one has another
+            raise RingLost(index, str(error)) from error
+        member = Member(actor, bundle, self._on_news)
         member.index = index
         self._members.add(member)
+        within_s = self._config.start_s
         try:
-            await member.settle(self._config.start_s)
+            await member.settle(within_s, f"did not come up within {within_s:g} s: {_NOT_UP}")
         except BaseException:
             await self.dismiss(member)
             raise
@@ -156,7 +168,7 @@ class Crew:
         return [bundle for bundle in range(self._share.places) if bundle not in taken]
 
     async def dismiss(self, member: Member) -> None:
-        await member.end()
+        await (member.leave() if member.taken else member.end())
         self._members.discard(member)
 
     async def leave(self) -> None:
@@ -164,6 +176,9 @@ class Crew:
         await asyncio.gather(*(member.leave() for member in self._members))
 
     async def end(self) -> None:
+        if self.taken:
+            await self.leave()
+            return
         await asyncio.gather(*(member.end() for member in self._members))
         group, self._group = self._group, None
         if group is not None:

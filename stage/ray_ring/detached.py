@@ -39,6 +39,13 @@ _MARGIN_S = 2.0
 _PROBES = 2.5
 # Between looks at a ring that another gateway has just begun to make.
 _LOOK_S = 0.2
+# What a ring was made with, and keeps: its processes, what they hold, and its places in the cluster.
+_MADE_WITH = (
+    *("splits", "lanes", "max_rows", "device", "dtype", "numerics"),
+    *("kv_host_bytes", "kv_disk", "kv_disk_bytes", "mirror", "spares"),
+)
+# What a gateway waits for is its own business.
+_WAITS = ("place_s", "start_s", "load_s", "rest_s", "call_s", "probe_s", "probe_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +105,13 @@ async def find(config: RingConfig, owner: Owner) -> FoundRing | None:
     ours = await _heard(config, [each.name for each in actors])
     if not ours:
         raise SetupError(f"the stages of {config.name} do not answer any more")
-    theirs = replace(ours[0].about.config, model_dir=config.model_dir)
-    return FoundRing(theirs, group, ours, names)
+    return FoundRing(gone_on_with(ours[0].about.config, config), group, ours, names)
+
+
+def gone_on_with(theirs: RingConfig, wanted: RingConfig) -> RingConfig:
+    """What a found ring is made of, and how its gateway of now goes about it."""
+    ours = {name: getattr(wanted, name) for name in ("model_dir", *_WAITS)}
+    return replace(theirs, **ours)
 
 
 async def _await_answers(config: RingConfig) -> tuple[FoundActor, ...]:
@@ -156,7 +168,7 @@ def _check(config: RingConfig, told: Sequence[About]) -> None:
         same_model = report.fingerprint == fingerprint(config.model_dir)
     if not same_model:
         raise _other(config.name, f"holds another model ({theirs.model_dir})")
-    for what in ("splits", "lanes", "max_rows", "device", "dtype", "numerics"):
+    for what in _MADE_WITH:
         have, want = getattr(theirs, what), getattr(config, what)
         if have != want:
             raise _other(config.name, f"has {what} {have}, wanted {want}")

@@ -56,9 +56,9 @@ class Member:
         assert self._place is not None
         return self._place
 
-    async def settle(self, within_s: float) -> None:
-        """Waits until it runs and says where. Raises RingLost."""
-        self._place = await self.ask("place", within_s=within_s)
+    async def settle(self, within_s: float, late: str = "") -> None:
+        """Waits until it runs and says where. Raises RingLost, for this reason where it does not in time."""
+        self._place = await self.ask("place", within_s=within_s, late=late)
         if self.place.space == process_space():
             with contextlib.suppress(ProcessLookupError):
                 self._process = ProcessHandle(self.place.pid)
@@ -67,12 +67,12 @@ class Member:
         """Without a deadline: the caller has one. Raises RayError."""
         return asyncio.create_task(_answer(getattr(self._actor, method).remote(*arguments)))
 
-    async def ask(self, method: str, *arguments: object, within_s: float) -> Any:
-        """Raises RingLost: whoever does not answer, or answers with an error of his, is lost."""
+    async def ask(self, method: str, *arguments: object, within_s: float, late: str = "") -> Any:
+        """Raises RingLost: whoever does not answer, or answers with an error of his, is lost. `late`: why."""
         call = self.call(method, *arguments)
         try:
             if not await self._answers(call, within_s):
-                self.lose(f"did not answer {method!r} for {within_s:g} s")
+                self.lose(late or f"did not answer {method!r} for {within_s:g} s")
             elif not self._gone.done():
                 return call.result()
         except RayError as error:
@@ -86,9 +86,11 @@ class Member:
         if self.silence is None:
             return
         hearing = asyncio.create_task(self._heard.wait())
-        if not await self._answers(hearing, within_s):
-            self.lose(self.silence)
-        hearing.cancel()
+        try:
+            if not await self._answers(hearing, within_s):
+                self.lose(self.silence)
+        finally:
+            hearing.cancel()
 
     async def wait(self, calls: set[asyncio.Task[Any]], within_s: float) -> None:
         """Until one of them is done, the time is up, or it is lost: then raises RingLost."""

@@ -7,7 +7,7 @@ wire all anew, cut all to what all hold. What takes a lost stage's place seats.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from stage.config import RingConfig
 from stage.lease import Owner, Served
 from stage.messages import FrameMessage
 from stage.ray_ring.cluster import RayCluster
-from stage.ray_ring.crew import Crew
+from stage.ray_ring.crew import TAKEN, Crew
 from stage.ray_ring.detached import FoundRing, Keeper, find, give_back, is_taken, owner_here
 from stage.ray_ring.member import Member, in_a_line, together
 from stage.ray_ring.seats import Seats
@@ -33,7 +33,6 @@ from stage.transport import Endpoint, Sender
 
 # For what is on its way to the disk when a ring is stopped.
 _WRITE_S = 5.0
-_TAKEN = "it was taken from this gateway, by another one or by `ringserve stop`"
 
 
 class RayRing:
@@ -156,7 +155,7 @@ class _Started:
         self._owner = owner
         self._found = found
         self._keeper: Keeper | None = None
-        self._taken = False  # another gateway drives it
+        self._ceding: asyncio.Task[None] | None = None  # once another gateway drives it
         self.stays = found is not None  # it is left, not ended
         self.replies = ReplyQueue(on_lost=_nothing)
         self._crew = Crew(config, self._news, owner)
@@ -254,17 +253,22 @@ class _Started:
 
     async def _confirm(self) -> None:
         """Nobody is told to rest, and nobody replaced, in a ring that is another gateway's. Raises RingLost."""
-        if self._owner is None:
-            return
-        if not self._taken:
-            living = [member for member in self.seats.members if member.loss is None]
-            self._taken = await is_taken(living, self._owner, self._config.call_s)
-        if self._taken:
-            raise RingLost(None, _TAKEN)
+        if await self._is_taken(self.seats.members):
+            raise RingLost(None, TAKEN)
+
+    async def _is_taken(self, members: Sequence[Member]) -> bool:
+        if self._owner is not None and not self._crew.taken:
+            living = [member for member in members if member.loss is None]
+            if await is_taken(living, self._owner, self._config.call_s):
+                self._lose_all()
+        return self._crew.taken
 
     def _lose_all(self) -> None:
-        self._taken = True
-        self.replies.fail(None, _TAKEN)
+        """What is being made for a place of the ring would stand in its new gateway's way."""
+        self._crew.taken = True
+        self.replies.fail(None, TAKEN)
+        if self._ceding is None:
+            self._ceding = asyncio.create_task(self.seats.stop())
 
     async def _watch(self, member: Member, running: asyncio.Task[Any], epoch: Epoch) -> None:
         """Waits for the end of a stage's loop. That of its process has its own watcher."""
@@ -277,7 +281,7 @@ class _Started:
 
     def _news(self, member: Member) -> None:
         """It is lost, or silent. Either ends the epoch; the next turn tells them apart."""
-        if member.taken:
+        if member.taken or self._crew.taken:
             self._lose_all()
         elif member in self.seats.members:
             self.replies.fail(member.index, str(member.loss or member.silence))
@@ -300,7 +304,7 @@ class _Started:
         await self._end_opening()
         try:
             await self.seats.stop()
-            if self._owner is not None and not self._taken:
+            if self._owner is not None and not self._crew.taken:
                 await self.seats.rest(self._turn + 1)
                 self._stop_renewing()
                 await give_back(self._crew.members, self._owner, self._config.call_s)
@@ -318,17 +322,21 @@ class _Started:
         await self._end_opening()
         try:
             await self.seats.stop()
-            # Told to end, a loop does so at once, or once it has written what was on its way to the disk.
-            ends = [
-                member.ask("end", self._turn + 1, _WRITE_S, within_s=2 * _WRITE_S)
-                for member in self.seats.members
-                if member.loss is None
-            ]
-            await asyncio.gather(*ends, return_exceptions=True)
+            if not await self._is_taken(self._crew.members):
+                await self._end_stages()
         finally:
             self._stop_renewing()
             await self._crew.end()
             await self._clean()
+
+    async def _end_stages(self) -> None:
+        """Told to end, a loop does so at once, or once it has written what was on its way to the disk."""
+        ends = [
+            member.ask("end", self._turn + 1, _WRITE_S, within_s=2 * _WRITE_S)
+            for member in self.seats.members
+            if member.loss is None
+        ]
+        await asyncio.gather(*ends, return_exceptions=True)
 
     async def _clean(self) -> None:
         for watcher in self._watchers:

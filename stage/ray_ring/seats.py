@@ -88,8 +88,11 @@ class Seats:
         return self._info
 
     async def adopt(self, found: FoundRing) -> None:
-        """Whoever holds a stage sits down; seats that are empty then are filled with the next turn."""
-        self._seats = [_Seat(index, 0) for index in range(self._config.stages)]
+        """Whoever holds a stage sits down; seats that are empty then are filled with the next turn. Loaded
+        ones beyond the spares were on their way to such a seat when their gateway died, and give its place back.
+        """
+        config = self._config
+        self._seats = [_Seat(index, 0) for index in range(config.stages)]
         adopted = await self._crew.adopt(found)
         # Of two that hold one stage the later one is the ring's.
         for member, about in sorted(adopted, key=_latest):
@@ -98,7 +101,7 @@ class Seats:
             if seat is not None and seat.member is None:
                 member.index, seat.bundle, seat.first = seat.index, member.bundle, about.report
                 self._sit(seat, member)
-            elif seat is None and about.loaded is not None:
+            elif seat is None and about.loaded is not None and len(self.spares) < config.spares:
                 member.index = about.loaded
                 self.spares.adopt(member)
             else:

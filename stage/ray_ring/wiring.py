@@ -97,7 +97,8 @@ class Wiring:
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
-        await asyncio.to_thread(self._close)
+        # To the end, whoever is cancelled: nobody else knows of these sockets.
+        await asyncio.shield(asyncio.to_thread(self._close))
 
     def _close(self) -> None:
         self._link.close()

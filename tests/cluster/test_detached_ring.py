@@ -190,6 +190,21 @@ async def test_a_gateway_that_fell_silent_loses_the_ring_and_disturbs_its_succes
     assert found.tenure.owner.grpc == "127.0.0.1:2"
 
 
+async def test_a_gateway_that_was_overtaken_ends_nothing_of_its_successor(
+    gateways: Gateways,
+) -> None:
+    """As one that is told to drain its ring for good, or whose start fails, when it goes on after a while."""
+    from stage.ray_ring.census import group_of
+
+    one, _ = await gateways.start()
+    await fall_silent(one, is_over=True)
+    two, info = await gateways.start()
+    one.dissolve()
+    await one.stop()
+    assert group_of("tiny-0") is not None
+    assert len((await hand_of(two, info).turn(0, (5, 6, 7), 2)).tokens) == 2
+
+
 async def test_gateways_that_died_leave_no_calls_and_no_sockets_behind(
     gateways: Gateways, sockets: Path
 ) -> None:

@@ -73,6 +73,24 @@ async def test_a_connection_too_many_is_turned_away_and_the_next_is_served(
             await _until_status(client, 200)
 
 
+async def test_who_was_connected_before_one_too_many_is_served_on(limited: Making) -> None:
+    """The one that was turned away is not kept, however it would like to be."""
+    ask = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with limited(max_connections=1) as client, asyncio.timeout(4):  # idle ones have 5 seconds
+        before, one = await asyncio.open_connection(client.host, client.port)
+        one.write(ask)
+        assert (await client.head(before))[0] == 200
+        assert await before.readexactly(15) == b'{"status":"ok"}'
+        beyond, two = await asyncio.open_connection(client.host, client.port)
+        two.write(ask)
+        assert (await client.head(beyond))[0] == 503
+        await beyond.read()
+        one.write(ask)
+        assert (await client.head(before))[0] == 200
+        for writer in (one, two):
+            writer.close()
+
+
 async def _until_status(client: Http, status: int) -> None:
     """What was opened or closed before may not have reached the server yet."""
     while (await client.ask("GET", "/health"))[0] != status:

@@ -63,6 +63,12 @@ def test_a_ray_rings_line_names_its_values() -> None:
     assert "\n" not in line
 
 
+def test_how_long_a_front_bears_with_who_does_not_read_is_told_as_it_is() -> None:
+    """A tenth longer than the coordinator, which says why."""
+    settings = ServeSettings("m", http=HttpSettings(unread_s=20.0))
+    assert deadlines_of(settings, CONFIG).http_unread_s == pytest.approx(22.0)
+
+
 def test_what_a_kind_of_ring_does_not_wait_for_is_left_out() -> None:
     threads = ServeSettings("m", RingKind.LOCAL)
     line = deadlines_line(deadlines_of(threads, CONFIG))

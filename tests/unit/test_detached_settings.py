@@ -6,8 +6,10 @@ import socket
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 from coordinator.errors import InvalidSetting
+from gateway.cli.app import app
 from gateway.settings import RingKind, ServeSettings
 from gateway.standing import Front, ring_name, ring_prefix
 
@@ -27,6 +29,16 @@ def test_one_of_a_ray_or_a_process_of_its_own_cannot(changes: dict[str, object])
         InvalidSetting, match="detached: needs .* start one with `ray start --head`"
     ):
         replace(_DETACHED, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("address", ["", "auto", "somewhere", "ray://127.0.0.1:1", "127.0.0.1:0"])
+@pytest.mark.parametrize("command", [("ps",), ("stop", "m-0"), ("drain", "m-0", "--json")])
+def test_an_address_that_is_none_is_bad_usage_in_one_line(
+    command: tuple[str, ...], address: str
+) -> None:
+    result = CliRunner().invoke(app, [*command, "--ray-address", address])
+    told = f"error: ray_address: must be HOST:PORT as for ray start --address, got {address!r}\n"
+    assert (result.exit_code, result.output) == (2, told)
 
 
 def test_its_name_is_the_models_without_what_names_are_put_together_with() -> None:

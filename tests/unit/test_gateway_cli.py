@@ -22,6 +22,7 @@ from coordinator.errors import InvalidSetting, ModelUnusable
 from coordinator.ring import StageProgress
 from gateway.cli.app import app
 from gateway.cli.plan_view import _limited
+from gateway.cli.serve import _Interrupts
 from gateway.client import Client
 from gateway.launch import ring_config
 from gateway.models import find_model
@@ -30,6 +31,7 @@ from gateway.settings import GrpcSettings, RingKind, ServeSettings
 from gateway.turns import TextPrompt, TurnRequest
 from stage.model.footprint import Footprint
 from stage.plan import plan_footprint
+from tests.compat.http_client import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -239,6 +241,17 @@ async def test_a_signal_while_loading_says_interrupted() -> None:
     async with asyncio.timeout(20):
         _, errors = await process.communicate()
     assert (process.returncode, errors) == (130, b"interrupted\n")
+
+
+async def test_a_handler_that_somebody_sets_while_it_serves_does_not_stay() -> None:
+    """Ray's core sets its own whenever it starts, as with a ring that is added behind the last one."""
+    with _Interrupts() as interrupts:
+        interrupts.drain_from_now()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN)
+        async with asyncio.timeout(5):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await interrupts.asked()
 
 
 async def test_a_second_signal_does_not_wait_for_a_thread_that_loads() -> None:

@@ -48,6 +48,15 @@ def test_a_small_request_always_finds_room() -> None:
             small.add(1)
 
 
+def test_the_end_of_a_request_that_was_let_in_is_not_refused() -> None:
+    intake = Intake(VirtualClock(), 300 * KIB)
+    with intake.opened() as big, intake.opened() as small:
+        big.add(300 * KIB)
+        small.add(60 * KIB)
+        big.add(0)
+        assert big.bytes == 300 * KIB
+
+
 def test_a_request_that_fails_gives_its_bytes_back() -> None:
     intake = Intake(VirtualClock(), 300 * KIB)
     with pytest.raises(RuntimeError), intake.opened() as held:  # noqa: PT012

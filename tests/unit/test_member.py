@@ -94,6 +94,13 @@ async def test_a_call_without_an_answer_in_time_loses_it(watching: Watching) -> 
     assert watching.member.loss is not None
 
 
+async def test_one_that_never_comes_up_is_lost_for_a_reason_that_says_what_to_do(
+    watching: Watching,
+) -> None:
+    with pytest.raises(RingLost, match="no room: see `ray status`"):
+        await watching.member.settle(0.05, "no room: see `ray status`")
+
+
 async def test_a_probe_without_an_answer_makes_it_silent_and_a_late_one_is_heard(
     watching: Watching,
 ) -> None:
@@ -117,6 +124,20 @@ async def test_one_that_stays_silent_is_lost(watching: Watching) -> None:
     await until(lambda: bool(watching.news))
     await member.hear(0.05)
     assert member.loss == "did not answer a probe for 0.05 s"
+
+
+async def test_an_opening_that_is_given_up_waits_for_no_silent_one_any_more(
+    watching: Watching,
+) -> None:
+    member = watching.member
+    member.watch(0.001, 0.05)
+    await until(lambda: bool(watching.news))
+    before = asyncio.all_tasks()
+    hearing = asyncio.create_task(member.hear(60.0))
+    await asyncio.sleep(0)
+    hearing.cancel()
+    await asyncio.wait([hearing])
+    await until(lambda: asyncio.all_tasks() <= before)
 
 
 async def test_time_in_which_we_were_stopped_ourselves_is_no_silence_of_his(

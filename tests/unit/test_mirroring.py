@@ -18,7 +18,7 @@ from stage.kv.mirror import Key, MirrorShelf, Record
 from stage.kv.node_file import ROWS, STATE
 from stage.kv.outbox import Outbox
 from stage.mirror_wire import Absent, Dropped, Hello, Shelved, Wanted, decode, encode
-from stage.mirroring import GivenBack, Mirror
+from stage.mirroring import GivenBack, Mirror, Telling
 from stage.transport import Channel, Endpoint, Link
 from tests.unit.mirror_rig import PLENTY, KeepingStage, chain, shelved, told
 
@@ -199,13 +199,17 @@ def test_a_new_stage_with_less_memory_takes_back_what_it_has_room_for(pair: Pair
 
 
 def test_a_stage_that_keeps_for_another_one_than_before_forgets(pair: Pair, tmp_path: Path) -> None:
-    keep_all(pair.sides[0])
+    """Also how little room the other one had."""
+    pair.replace(0, budget=400)
+    pair.wire()
+    pair.sides[0].stage.keep(NODES[0])
     assert pair.are_in_step()
+    assert pair.sides[1].shelf.budget == 400
     pair.rest()
     mirror = pair.sides[1].mirror
     assert mirror.bind(9, tmp_path / "anew").keeps == 0
     mirror.admit(7, None, NOBODY)
-    assert (mirror.keeps, len(mirror.shelf)) == (7, 0)
+    assert (mirror.keeps, len(mirror.shelf), mirror.shelf.budget) == (7, 0, PLENTY)
 
 
 class Neighbour:
@@ -281,6 +285,17 @@ def test_a_turn_that_ends_while_a_stage_waits_for_its_nodes_ends_the_wait(tmp_pa
         thread.join(WITHIN_S)
         assert not thread.is_alive()
         assert [each.records for each in given] == [0]
+
+
+def test_a_neighbour_that_is_gone_keeps_nobody_waiting_who_has_questions_for_it() -> None:
+    link = Link()
+    stage = KeepingStage(Outbox())
+    telling = Telling(link.call(NOBODY), stage.outbox, PLENTY, lambda: False)
+    telling._there = {(node.id, ROWS): 5 for node in NODES}
+    given = telling.take_back(stage, 0.2)
+    assert (given.records, given.absent) == (0, len(NODES))
+    telling.close()
+    link.close()
 
 
 def test_answers_that_say_nothing_are_nodes_that_are_absent(

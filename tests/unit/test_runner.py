@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import zmq
 
+from coordinator.errors import RingLost
 from coordinator.frames import Epoch, Frame, Seq
 from stage.messages import FrameMessage
 from stage.runner import LoopEnd, Outdated, Runner
@@ -141,3 +143,31 @@ def test_an_error_in_computing_breaks_it_for_good(bench: Bench) -> None:
     assert bench.rest(2)
     assert bench.runner.broken is not None
     assert "ValueError: no such row" in bench.runner.broken
+
+
+def all_end(name: str, but: Collection[threading.Thread] = ()) -> bool:
+    """Of this process's threads, those of that name."""
+    threads = [each for each in threading.enumerate() if each.name == name and each not in but]
+    for thread in threads:
+        thread.join(5.0)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_a_turn_that_cannot_listen_leaves_no_threads_and_a_later_one_may() -> None:
+    runner, before = Runner(), threading.enumerate()
+    with pytest.raises(RingLost, match="cannot listen at"):
+        runner.bind(1, "192.0.2.1")
+    assert all_end("door", before)
+    assert runner.bind(2, "127.0.0.1").public is not None
+    assert runner.rest(3, 5.0)
+
+
+def test_a_way_on_that_cannot_be_connected_does_not_keep_the_next_turn_waiting(
+    bench: Bench,
+) -> None:
+    bench.runner.bind(1, bench.folder / "1")
+    bench.runner.connect(1, None, Endpoint("no://such/way"))
+    with pytest.raises(zmq.ZMQError):
+        bench.runner.run(1, cast("Stage", bench.stage))
+    assert bench.rest(2)
+    assert all_end("rest")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -88,6 +89,18 @@ class Troupe:
         actor.holds = actor.loaded
         self.budgets.append(host_bytes)
         return self.report
+
+    async def adopt(self, found: Sequence[tuple[int, int | None, bool]]) -> list[tuple[Any, Any]]:
+        """`found`: of each its bundle, what it has loaded, and whether it holds that stage."""
+        self.here = [Actor(self, bundle, next(self._pids)) for bundle, _, _ in found]
+        about = [
+            SimpleNamespace(turn=1, loaded=loaded, report=self.report if holds else None)
+            for _, loaded, holds in found
+        ]
+        return list(zip(self.here, about, strict=True))
+
+    def free_bundles(self) -> list[int]:
+        return [bundle for bundle in range(5) if bundle not in [a.bundle for a in self.here]]
 
     async def dismiss(self, actor: Actor) -> None:
         for _ in range(20):  # longer than anything else here
@@ -251,4 +264,17 @@ async def test_a_spare_that_dies_is_replaced_where_it_was(stand: Stand) -> None:
     await stand.settled()
     assert len(stand.seats.spares) == 2
     assert spare not in stand.crew.here
+    assert sorted(actor.bundle for actor in stand.crew.here) == [0, 1, 2, 3, 4]
+
+
+async def test_one_that_was_loading_when_its_gateway_died_gives_an_empty_seat_its_place() -> None:
+    """As it is found where stage 0 was being replaced; every place is taken."""
+    stand = Stand()
+    found = [(0, 0, False), (1, 1, True), (2, 2, True), (3, 2, False), (4, 1, False)]
+    await stand.seats.adopt(cast("Any", found))
+    assert len(stand.seats.spares) == 2
+    await stand.heal()
+    await stand.settled()
+    assert len(stand.pids) == 3
+    assert len(stand.seats.spares) == 2
     assert sorted(actor.bundle for actor in stand.crew.here) == [0, 1, 2, 3, 4]

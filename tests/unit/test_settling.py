@@ -20,7 +20,10 @@ from fakering import texts
 from fakering.clock import VirtualClock
 from fakering.faults import Lose
 from fakering.ring import FakeRing
+from gateway import launch as launching
+from gateway.progress import SilentBoard
 from gateway.rings import RingSet
+from gateway.settings import RingKind, ServeSettings
 from tests.compat.http_client import until
 
 LONG = tuple(1 + n * n % 80 for n in range(1500))  # three times what is written back at once
@@ -121,6 +124,51 @@ async def test_a_second_signal_stops_the_rings_at_once() -> None:
         async with asyncio.timeout(5):
             await stopping
     assert ring.health().reason == "stopped"
+
+
+async def test_a_second_signal_while_turns_still_run_leaves_no_time_for_rows_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launching, "_settle_s", lambda _: 1000.0)
+    ring = Hung(2, 2, 2048, vocab_size=90, host_rows=8192)
+    settings = ServeSettings("fake", RingKind.FAKE)
+
+    async def interrupted() -> None:
+        async with launching.launch(settings, SilentBoard(), lambda *_: ring) as running:
+            await played(next(iter(running.router._drivers.values())), LONG)
+            raise asyncio.CancelledError
+
+    ending = asyncio.create_task(interrupted())
+    await asyncio.wait([ending], timeout=10)
+    assert ending.cancelled()
+    assert ring.health().reason == "stopped"
+
+
+class SlowToStop(FakeRing):
+    """Goes on stopping whoever is cancelled, as rings of processes do."""
+
+    async def stop(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await super().stop()
+
+
+async def test_a_second_signal_while_one_ring_stops_ends_the_others_too() -> None:
+    made: list[FakeRing] = []
+
+    def make(_: str) -> Ring:
+        made.append(SlowToStop(2, 2, 2048, vocab_size=90))
+        return made[-1]
+
+    rings, _ = ring_set(make, settle_s=0.0)
+    rings.announce(3)
+    await rings.start()
+    stopping = asyncio.create_task(rings.stop())
+    await asyncio.wait([stopping], timeout=0.1)
+    stopping.cancel()
+    await asyncio.wait([stopping], timeout=5)
+    assert [ring.health().reason for ring in made] == ["stopped"] * 3
 
 
 async def test_a_drained_ring_settles_too_and_a_stop_meanwhile_waits_for_it() -> None:

@@ -93,3 +93,5 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_loads(tmp_path: Path
     assert usable_folder(tmp_path / "new") == tmp_path / "new"
     with pytest.raises(SetupError, match="--kv-disk .*rows: Not a directory; give a folder"):
         usable_folder(tmp_path / "file" / "rows")
+    with pytest.raises(SetupError, match="--kv-disk ~nobody-of-that-name/rows: .*; give a folder"):
+        usable_folder(Path("~nobody-of-that-name/rows"))
