@@ -34,8 +34,8 @@ from coordinator.foresight import Wish
 from coordinator.frames import Epoch, JobId, NodeId, Seq
 from coordinator.lanes import LaneStatus
 from coordinator.observe import RingObserver, RingWatch
-from coordinator.opening import opened, replied
-from coordinator.overload import UNSEEN_LOADING_S
+from coordinator.opening import broken, failed, opened, replied
+from coordinator.overload import Healing
 from coordinator.readers import Reader
 from coordinator.requests import Finished, Request, SessionId, TokenDelta
 from coordinator.ring import ProgressSink, Ring, RingHealth, RingInfo
@@ -91,13 +91,19 @@ class RingDriver:
         self._handling = False
         self._draining = False
         self._loss = ""  # what ended the last epoch
+        self._away = Healing()  # while it loads, and then whenever it heals
 
     async def start(self, progress: ProgressSink) -> RingInfo:
         """Raises SetupError and leaves nothing behind."""
+        begun = self._clock.now()
+        self._away.look(begun, heals=True)
         info = await self._ring.start(progress)
         self._info = info
         self._scheduler = Scheduler(self.name, info, self._settings)
-        self._watch.begun(info.epoch, self._ring.health().replaced)
+        self._away, health = self._scheduler.gate.healing, self._ring.health()
+        if not health.spares:
+            self._away.expect(self._clock.now() - begun)
+        self._watch.begun(info.epoch, health.replaced)
         self._read(info.epoch)
         return info
 
@@ -138,7 +144,7 @@ class RingDriver:
         self._next_job = JobId(job + 1)
         drafter = self._make_drafter(job, request.tenant) if request.draft else NoDrafter()
         reader = Reader(job, self._settings, self._clock, self._handle, self._end)
-        stream = JobStream(job, reader, self._cancel, self._satisfied)
+        stream = JobStream(job, reader, self._end, self._satisfied)
         entry = _Job(stream, drafter, request.session)
         self._jobs[job] = entry
         if request.deadline_s is not None:
@@ -240,9 +246,7 @@ class RingDriver:
             frames_in_flight=_in_flight(core) if core is not None else 0,
             resting_jobs=sum(entry.stream.reader.lags for entry in self._jobs.values()),
             most_jobs=core.gate.most_jobs if core is not None else 0,
-            back_s=UNSEEN_LOADING_S
-            if core is None
-            else core.gate.healing.left_s(self._clock.now()),
+            back_s=self._away.left_s(self._clock.now()),
             spares=health.spares,
             replaced=health.replaced,
         )
@@ -293,10 +297,10 @@ class RingDriver:
         assert self._scheduler is not None
         try:
             actions = self._scheduler.on(event)
-        except Exception as broken:
+        except Exception as bug:
             # The rim: a bug of ours costs this ring its jobs, never the process its other rings.
-            _log.critical("ring=%s event=%s", self.name, type(event).__name__, exc_info=broken)
-            fault = f"{type(broken).__name__}: {broken}"
+            _log.critical("ring=%s event=%s", self.name, type(event).__name__, exc_info=bug)
+            fault = f"{type(bug).__name__}: {bug}"
             actions = self._scheduler.on(events.RingDown(fault, self._clock.now()))
             # The broken event may have ended jobs, and what it had to say of them is lost.
             told = {action.job for action in actions if isinstance(action, events.Fail)}
@@ -336,7 +340,7 @@ class RingDriver:
     def _lost(self, lost: RingLost) -> None:
         assert self._scheduler is not None
         epoch = self._scheduler.ledger.epoch
-        self._events.append(events.RingBroken(epoch, str(lost), self._clock.now()))
+        self._events.append(broken(epoch, lost, self._clock.now()))
 
     # Tasks and timers
 
@@ -346,7 +350,7 @@ class RingDriver:
             try:
                 reply = await replied(self._ring)
             except RingLost as lost:
-                self._handle(events.RingBroken(epoch, str(lost), self._clock.now()))
+                self._handle(broken(epoch, lost, self._clock.now()))
                 return
             self._handle(events.ReplyArrived(reply, self._clock.now()))
             # A ring that always has the next reply ready must not keep the loop from everyone else.
@@ -364,7 +368,7 @@ class RingDriver:
         try:
             held = await opened(self._ring, epoch, self._settings.heal_timeout_s)
         except RingLost as lost:
-            self._handle(events.EpochFailed(epoch, str(lost), self._clock.now()))
+            self._handle(failed(epoch, lost, self._clock.now()))
             return
         self._read(epoch)
         replaced = self._ring.health().replaced

@@ -14,6 +14,7 @@
     │   ├── TooManyViewers        as many look at the status page as may
     │   ├── TooManyConnections    as many are connected as may
     │   └── RingUnavailable       the ring is loading, re-forming or draining
+    │       └── ServerEnded       the server ended before the answer was complete
     ├── JobError                  a job that had been accepted ended early
     │   ├── Cancelled             its client left or asked for it
     │   ├── DeadlineExceeded      its deadline passed
@@ -21,6 +22,7 @@
     │   ├── SlowReader            nobody read its answer
     │   └── StageLost             its ring was lost and could not be rebuilt
     ├── RingLost                  a stage died, hung or answered out of order; raised by rings
+    │   └── RingTaken             the whole ring is somebody else's now, or was ended by hand
     ├── SetupError                ringserve cannot start as it was told to
     │   ├── InvalidSetting        a flag or setting holds an impossible value
     │   ├── CannotListen          the port is taken, or the address is not this machine's
@@ -70,13 +72,15 @@ class ContextTooLong(RequestError):
 
     code: ClassVar[str] = "context_length_exceeded"
 
-    def __init__(self, *, prompt_tokens: int, limit: int) -> None:
-        super().__init__(
-            f"prompt has {prompt_tokens} tokens; "
-            f"this model's maximum context length is {limit} tokens"
-        )
+    def __init__(self, *, prompt_tokens: int, limit: int, at_least: bool = False) -> None:
+        """`at_least`: nobody counted them; it has so many or more."""
         self.prompt_tokens = prompt_tokens
         self.limit = limit
+        self.counted = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
+        super().__init__(
+            f"prompt has {self.counted} tokens; "
+            f"this model's maximum context length is {limit} tokens"
+        )
 
 
 class InvalidApiKey(RequestError):
@@ -208,6 +212,15 @@ class RingUnavailable(BusyError):
         self.reason = reason
 
 
+class ServerEnded(RingUnavailable):
+    """The server ended while the turn ran or waited; its place, or the next server, may serve it."""
+
+    def __init__(self) -> None:
+        told = "the server ended before the answer was complete"
+        BusyError.__init__(self, told, retry_after_s=1.0)
+        self.reason = "the server ended"
+
+
 class JobError(RingserveError):
     """A job that had been accepted ended before its answer was complete."""
 
@@ -265,6 +278,7 @@ class RingLost(RingserveError):
 
     code: ClassVar[str] = "ring_lost"
     retryable: ClassVar[bool] = True
+    for_good: ClassVar[bool] = False  # no healing brings it back
 
     def __init__(self, stage: int | None, reason: str) -> None:
         where = "the ring" if stage is None else f"stage {stage}"
@@ -274,7 +288,18 @@ class RingLost(RingserveError):
 
     def __reduce__(self) -> tuple[type[RingLost], tuple[int | None, str]]:
         """A stage in another process may raise it; by its text alone it could not be made again."""
-        return RingLost, (self.stage, self.reason)
+        return type(self), (self.stage, self.reason)
+
+
+class RingTaken(RingLost):
+    """The ring is not ours any more: another gateway drives it, or somebody has ended it. What is left of it is not
+    ours to heal.
+    """
+
+    for_good: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class SetupError(RingserveError):
@@ -291,6 +316,7 @@ class InvalidSetting(SetupError):
     def __init__(self, setting: str, reason: str) -> None:
         super().__init__(f"{setting}: {reason}")
         self.setting = setting
+        self.reason = reason
 
 
 class CannotListen(SetupError):

@@ -63,6 +63,7 @@ class RingBroken:
     epoch: Epoch
     reason: str
     now: float
+    for_good: bool = False  # no epoch can follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class EpochFailed:
     epoch: Epoch
     reason: str
     now: float
+    for_good: bool = False  # no later attempt can do better
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,10 @@ class Healing:
         self._last_s = _UNSEEN_HEALING_S
         self._since: float | None = None
 
+    def expect(self, load_s: float) -> None:
+        """Before it ever healed: where a lost stage's weights must be loaded again, it takes as long as they took."""
+        self._last_s = max(load_s, _UNSEEN_HEALING_S)
+
     def look(self, now: float, *, heals: bool) -> None:
         if heals and self._since is None:
             self._since = now

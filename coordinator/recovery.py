@@ -42,6 +42,10 @@ class Recovery:
         if idle and self._opened_at is not None and now - self._opened_at > _LONGEST_DELAY_S:
             self._openings = 0
 
+    def verdict(self, reason: str) -> str:
+        """What is said of a ring that is given up."""
+        return f"it did not heal, again and again; the last: {reason}"
+
     def next_opening(self) -> float | None:
         """Seconds until the next epoch is to be opened; None: it has been tried often enough. The first opening is
         at once, and each one behind it waits twice as long as the one before.

@@ -44,12 +44,15 @@ class RingInfo:
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """Bytes of weights that a stage has loaded; `note` says in a word or two what it does now."""
+    """Bytes of weights that a stage has loaded; `note` says in a word or two what it does now, and `steps` goes up as
+    long as it gets on with that: slow is not hung.
+    """
 
     stage: int
     bytes_done: int
     bytes_total: int
     note: str = ""
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class Ring(Protocol):
 
     Frames are answered in the order of their seq, one reply each; a frame that the stages had
     already applied is not answered. `submit` and `next_reply` raise RingLost once a stage is lost,
-    until an epoch is opened or the ring is stopped. Cancelling `next_reply` loses no reply.
+    until an epoch is opened or the ring is stopped. Cancelling `next_reply` loses no reply. Once the
+    ring is somebody else's, all of them, and `open_epoch`, raise RingTaken, a RingLost for good.
     """
 
     async def start(self, progress: ProgressSink) -> RingInfo:

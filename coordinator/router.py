@@ -154,12 +154,15 @@ class Router:
         """Drops it on every ring; False when none has it."""
         return any([driver.drop_node(node) for driver in self._drivers.values()])
 
+    @property
+    def back_s(self) -> float:
+        """Until a ring may take jobs again, where none takes any; as far as can be said."""
+        return clamped(min(map(_back_s, self.rings()), default=MOST_RETRY_S))
+
     def _unavailable(self) -> RingUnavailable:
-        rings = self.rings()
-        reasons = {status.reason or "loading" for status in rings}
-        back_s = clamped(min(map(_back_s, rings), default=MOST_RETRY_S))
+        reasons = {status.reason or "loading" for status in self.rings()}
         why = "; ".join(sorted(reasons)) or "there is none"
-        return RingUnavailable(why, retry_after_s=back_s)
+        return RingUnavailable(why, retry_after_s=self.back_s)
 
     def _marked(self, request: Request, driver: RingDriver) -> Request:
         pinned = None if request.session is None else self._sessions.ring(request.session)
@@ -203,7 +206,8 @@ def _has_idle_lane(status: RingStatus) -> bool:
 def _back_s(ring: RingStatus) -> float:
     if ring.state is RingState.DOWN:
         return MOST_RETRY_S
-    return UNSEEN_LOADING_S if ring.state is RingState.DRAINING else ring.back_s
+    # 0: it has not begun to load, or its coordinator has not heard yet that it heals.
+    return UNSEEN_LOADING_S if ring.state is RingState.DRAINING else ring.back_s or UNSEEN_LOADING_S
 
 
 def _is_overloaded(status: RingStatus) -> bool:

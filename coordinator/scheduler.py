@@ -144,17 +144,17 @@ class Scheduler:
             case events.ReplyOverdue(epoch, seq):
                 if epoch == self.ledger.epoch and seq == self.oldest_in_flight:
                     self._end_epoch(f"no reply to frame {seq}")
-            case events.RingBroken(epoch, reason, now):
+            case events.RingBroken(epoch, reason, now, for_good):
                 if epoch == self.ledger.epoch and self._epoch_open:
                     self._recovery.broken(now, idle=not self._flight)
-                    self._end_epoch(reason)
+                    self._end_epoch(reason, for_good=for_good)
             case events.EpochOpened(epoch, held, now):
                 if epoch == self.ledger.epoch and self.is_recovering:
                     self._recovery.opened(now)
                     self._begin(epoch, held)
-            case events.EpochFailed(epoch, reason):
+            case events.EpochFailed(epoch, reason, _, for_good):
                 if epoch == self.ledger.epoch and self.is_recovering:
-                    self._end_epoch(reason)
+                    self._end_epoch(reason, for_good=for_good)
             case events.RingDown(reason):
                 self._ring_down(reason)
             case events.ReaderLags() | events.ReaderCaughtUp():
@@ -281,11 +281,11 @@ class Scheduler:
         self.ledger.truncate(job.lane, held if trusted else 0)
         self._admission.reopen(job)
 
-    def _end_epoch(self, reason: str) -> None:
+    def _end_epoch(self, reason: str, *, for_good: bool = False) -> None:
         """Jobs keep their tokens and wait for lanes again, oldest first. Which rows are left the stages will say."""
-        delay_s = self._recovery.next_opening()
+        delay_s = None if for_good else self._recovery.next_opening()
         if delay_s is None:
-            self._ring_down(f"it did not heal, again and again; the last: {reason}")
+            self._ring_down(reason if for_good else self._recovery.verdict(reason))
             return
         self.retention.voided(self._flight.frames)
         for job in reversed(self._jobs.values()):

@@ -27,12 +27,12 @@ class JobStream:
         self,
         job: JobId,
         reader: Reader,
-        cancel: Callable[[JobId], None],
+        end: Callable[[JobId, RingserveError], None],
         satisfy: Callable[[JobId], None],
     ) -> None:
         self.job = job
         self.reader = reader
-        self._cancel = cancel
+        self._end_job = end
         self._satisfy = satisfy
         self._started: Started | None = None
         self._delta: TokenDelta | None = None
@@ -54,8 +54,17 @@ class JobStream:
 
     def cancel(self) -> None:
         """Ends the job, if it has not ended; its rows stay reusable."""
+        self.end(Cancelled())
+
+    def end(self, error: RingserveError) -> None:
+        """The same; the reader is told why, behind what it has not read yet."""
         if self._end is None:
-            self._cancel(self.job)
+            self._end_job(self.job, error)
+
+    @property
+    def error(self) -> RingserveError | None:
+        """Why the job ended early, whether its reader has come to it or not."""
+        return self._end if isinstance(self._end, RingserveError) else None
 
     def finish_now(self) -> Finished:
         """Ends the job where it is, for a caller that has what it wanted, and tells usage and

@@ -198,9 +198,10 @@ class Recoveries:
         if isinstance(event, events.RingBroken) and event.epoch == before.epoch:
             is_noticed = scheduler.is_recovering or scheduler.down is not None
             require(is_noticed, "the ring is lost, and its epoch goes on")
+        require(not (ended and _is_final(event)), "a ring that is somebody else's is to heal")
         if before.is_recovering and not isinstance(event, events.EpochFailed):
             require(not ended, "an epoch ends that has not begun")
-        if scheduler.down is not None and not before.is_down:
+        if scheduler.down is not None and not before.is_down and not _is_final(event):
             require(self._openings >= self._settings.heal_attempts, "the ring is given up too soon")
         if isinstance(event, events.ReplyArrived) and event.reply.epoch != before.epoch:
             require(not ended, "an epoch ends of another one's reply")
@@ -219,6 +220,10 @@ class Recoveries:
         require(delay_s == expected, f"opening {self._openings} waits {delay_s} s")
         require(len(told) == len(set(told)), "a job hears twice of one loss")
         require(set(told) == set(ran), f"jobs {sorted(told)} hear of a loss, {sorted(ran)} ran")
+
+
+def _is_final(event: events.Event) -> bool:
+    return isinstance(event, events.RingBroken | events.EpochFailed) and event.for_good
 
 
 def is_lost(error: RingserveError) -> bool:

@@ -161,6 +161,13 @@ class Linger:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeAt:
+    """Another coordinator drives the ring from then on, or it is ended by hand."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayRestart:
     """The coordinator is gone then, and a new one takes the ring over. The network knows nothing of it."""
 
@@ -170,12 +177,12 @@ class GatewayRestart:
 LegFault: TypeAlias = Delay | Drop | Duplicate | Reorder
 StageFault: TypeAlias = Restart | CorruptRow | LoseNode | KeepNothing | Refuse | Stall | Lose
 RingFault: TypeAlias = LoseAt | FailHeal | Linger
-Fault: TypeAlias = LegFault | StageFault | RingFault | GatewayRestart
+Fault: TypeAlias = LegFault | StageFault | RingFault | TakeAt | GatewayRestart
 FaultScript: TypeAlias = tuple[Fault, ...]
 LEG_FAULTS = (Delay, Drop, Duplicate, Reorder)
 STAGE_FAULTS = (Restart, CorruptRow, LoseNode, KeepNothing, Refuse, Stall, Lose)
 RING_FAULTS = (LoseAt, FailHeal, Linger)
-# Those of the network.
+# Those of the network that a ring heals from.
 ALL_FAULTS: tuple[type[LegFault | StageFault | RingFault], ...] = (
     LEG_FAULTS + STAGE_FAULTS + RING_FAULTS
 )
@@ -189,7 +196,7 @@ class Pending:
         self._legs = [fault for fault in script if isinstance(fault, LEG_FAULTS)]
         self._stages = [fault for fault in script if isinstance(fault, STAGE_FAULTS)]
         self._openings = [fault for fault in script if isinstance(fault, FailHeal | Linger)]
-        timed = (fault for fault in script if isinstance(fault, LoseAt))
+        timed = (fault for fault in script if isinstance(fault, LoseAt | TakeAt))
         self._timed = sorted(timed, key=lambda fault: fault.at_s)
         self.struck: list[Fault] = []
 
@@ -216,7 +223,7 @@ class Pending:
         """When a fault comes by itself."""
         return self._timed[0].at_s if self._timed else None
 
-    def pop_timed(self) -> LoseAt:
+    def pop_timed(self) -> LoseAt | TakeAt:
         self.struck.append(self._timed[0])
         return self._timed.pop(0)
 

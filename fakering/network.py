@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from coordinator.errors import InvalidSetting, RingLost
+from coordinator.errors import InvalidSetting, RingLost, RingTaken
 from coordinator.frames import Epoch, Frame, Reply, StageTiming
 from coordinator.held import Holding, held_by_all
 from fakering.faults import (
@@ -29,6 +29,7 @@ from fakering.faults import (
     Reorder,
     StageFault,
     Stall,
+    TakeAt,
 )
 from fakering.model import FakeModel
 from fakering.stages import FakeStage, Parcel
@@ -154,6 +155,8 @@ class Network:
     def open_epoch(self, epoch: Epoch, now: float = 0.0) -> Holding:
         """Lost stages are replaced, whatever is on its way is dropped, and what all hold stays. Raises RingLost."""
         self.advance(now)
+        if isinstance(self.lost, RingTaken):
+            raise self.give_away()
         faults = self._faults.of_opening(self._openings)
         fault = next((fault for fault in faults if isinstance(fault, FailHeal)), None)
         self._openings += 1
@@ -224,6 +227,9 @@ class Network:
         while (due := self.next_due()) is not None and due <= now:
             if due == self._faults.next_at:
                 strike = self._faults.pop_timed()
+                if isinstance(strike, TakeAt):
+                    outcomes.append(self.give_away())
+                    continue
                 for stage in strike.stages:
                     self._kill(stage, strike.keeps, due + strike.noticed_s)
                 continue
@@ -272,6 +278,11 @@ class Network:
     def kill(self, stage: int, now: float) -> None:
         """The stage dies, with all that it kept, and it is known at once."""
         self._kill(stage, 0.0, now)
+
+    def give_away(self) -> RingLost:
+        """Somebody else has the ring from now on."""
+        self.lost = RingTaken(None, "another gateway has it (scripted)")
+        return RingTaken(None, self.lost.reason)
 
     def hold_up(self, stage: int, until: float) -> None:
         """What reaches the stage before then waits."""

@@ -106,6 +106,10 @@ class FakeRing:
         self.network.kill(stage, self._clock.now())
         self._pump()
 
+    def take_away(self) -> None:
+        """Somebody else has the ring from now on."""
+        self._go_down(self.network.give_away())
+
     def hold_up(self, stage: int, seconds: float) -> None:
         """The stage computes nothing more for a while."""
         self.network.hold_up(stage, self._clock.now() + seconds)
@@ -113,7 +117,7 @@ class FakeRing:
     def _raise_if_down(self) -> None:
         if self._down is not None:
             # A new one each time: an exception that is raised twice drags both tracebacks along.
-            raise RingLost(self._down.stage, self._down.reason)
+            raise type(self._down)(self._down.stage, self._down.reason)
 
     def _pump(self) -> None:
         """Collects what is due now, and comes back when the next thing is."""

@@ -187,7 +187,8 @@ class Simulation:
 
     def _outcome(self, outcome: Reply | RingLost) -> None:
         if isinstance(outcome, RingLost):
-            self._feed(events.RingBroken(self.scheduler.ledger.epoch, str(outcome), self.now))
+            epoch = self.scheduler.ledger.epoch
+            self._feed(events.RingBroken(epoch, str(outcome), self.now, outcome.for_good))
             return
         self.refusals += len(outcome.refusals)
         self.void_replies += outcome.epoch != self.scheduler.ledger.epoch
@@ -289,7 +290,7 @@ class Simulation:
             self.network.send(frame, self.now)
         except RingLost as lost:
             epoch = self.scheduler.ledger.epoch
-            self._events.append(events.RingBroken(epoch, str(lost), self.now))
+            self._events.append(events.RingBroken(epoch, str(lost), self.now, lost.for_good))
 
     def _check_promises(self, frame: Frame) -> None:
         for op in frame.ops:
@@ -332,7 +333,7 @@ class Simulation:
         try:
             held = self._held(epoch)
         except RingLost as lost:
-            self._feed(events.EpochFailed(epoch, str(lost), self.now))
+            self._feed(events.EpochFailed(epoch, str(lost), self.now, lost.for_good))
             return
         self._feed(events.EpochOpened(epoch, held, self.now))
 

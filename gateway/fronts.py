@@ -10,6 +10,9 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+# For turns that were ended to say so to their clients.
+LAST_WORDS_S = 1.0
+
 
 @asynccontextmanager
 async def together(*fronts: AbstractAsyncContextManager[str]) -> AsyncIterator[tuple[str, ...]]:

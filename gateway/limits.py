@@ -55,7 +55,8 @@ def check_size(prompt: Prompt, max_rows: int) -> None:
         check_counts(len(prompt.messages), len(prompt.tools), calls)
     at_least = _letters(prompt) // MAX_CHARS_PER_TOKEN
     if at_least > max_rows:
-        raise ContextTooLong(prompt_tokens=at_least, limit=max_rows)
+        is_counted = isinstance(prompt, TokenPrompt)
+        raise ContextTooLong(prompt_tokens=at_least, limit=max_rows, at_least=not is_counted)
 
 
 def check_counts(messages: int, tools: int, calls: int) -> None:

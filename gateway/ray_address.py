@@ -1,12 +1,14 @@
 """Whether a Ray can be joined at the address that an operator gave, asked before Ray itself is told to join it.
 
 Ray would try for a minute and longer, in a call that nothing can interrupt, and print of each try but not of its cause.
-This only asks; it sends no token, since whoever listens there may not be a Ray.
+This only asks; it sends no token, since whoever listens there may not be a Ray. Where a token is asked for and this
+machine has one, Ray is told to use it, which `ray start` does by itself: a head that found one asks for it.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import grpc
 
@@ -44,12 +46,26 @@ def _ask(address: str) -> grpc.RpcError | None:
 
 
 def _check_token(address: str) -> None:
-    """Told to use its token, Ray finds it by itself, or says where it looked."""
-    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        raise SetupError(
-            f"the Ray at {address} asks for a token: put its ~/.ray/auth_token on this machine "
-            "and set RAY_AUTH_MODE=token"
-        )
+    """Told to use its token, Ray finds it by itself, or says where it looked. To be called before Ray is imported."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    if mode.lower() == "token":
+        return
+    if mode:
+        way = f"RAY_AUTH_MODE={mode} is set here; unset it"
+    elif _has_token():
+        os.environ["RAY_AUTH_MODE"] = "token"
+        return
+    else:
+        way = "put its ~/.ray/auth_token on this machine"
+    raise SetupError(f"the Ray at {address} asks for a token: {way}")
+
+
+def _has_token() -> bool:
+    """Where Ray looks for it."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return True
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return (Path(named) if named else Path.home() / ".ray" / "auth_token").is_file()
 
 
 def _reason(error: grpc.RpcError) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from coordinator.clock import Clock
-from coordinator.errors import QueueFull
+from coordinator.errors import QueueFull, RingserveError, RingUnavailable
 from coordinator.foresight import Wish
 from coordinator.frames import NodeId
 from coordinator.lanes import LaneStatus
@@ -59,6 +59,10 @@ _SMALL_BYTES = 64 * 1024
 T = TypeVar("T")
 
 
+def _left() -> None:
+    """Who closes a turn early has left."""
+
+
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
     """How many tokens stay from now on, and where."""
@@ -92,6 +96,7 @@ class GenerationService:
         self._workers = Workers()
         self._prepare = Preparation(name, router, tokenizer, self._workers, clock, rng)
         self._turns = OpenTurns()
+        self.draining = False  # it takes no more turns
 
     def warm(self) -> None:
         """To be called while the rings load: begins what would hold up the first who asks."""
@@ -103,6 +108,11 @@ class GenerationService:
 
     def rings(self) -> tuple[RingStatus, ...]:
         return self._router.rings()
+
+    @property
+    def back_s(self) -> float:
+        """Until a ring may take turns again, where none takes any."""
+        return self._router.back_s
 
     def lanes(self, ring: str, most: int) -> tuple[LaneStatus, ...]:
         """A ring's lanes; where there are more than `most`, those used last."""
@@ -116,6 +126,26 @@ class GenerationService:
     async def idle(self) -> None:
         """Returns when there is no open turn."""
         await self._turns.idle()
+
+    async def drain(self, within_s: float) -> float:
+        """From now on it takes no more turns. Returns once there is none, and what is left of the time; turns that
+        take longer, or are there when it is cancelled, are ended.
+        """
+        clock = asyncio.get_running_loop().time
+        until = clock() + within_s
+        self.draining = True
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self.idle()
+        finally:
+            self.end_turns()
+        return max(0.0, until - clock())
+
+    def end_turns(self) -> None:
+        """At once, and for good: who reads them is told that the server has ended."""
+        self.draining = True
+        self._turns.end()
 
     @property
     def most_turns(self) -> int | None:
@@ -134,16 +164,19 @@ class GenerationService:
 
     async def count_tokens(self, prompt: Prompt, model: str = "") -> int:
         """How many tokens `generate` would find in the prompt. Raises RequestError and BusyError."""
-        return await self._prepare.count(prompt, model)
+        with self._shedding():
+            return await self._prepare.count(prompt, model)
 
     async def tokenize(self, prompt: Prompt, model: str = "") -> tuple[int, ...]:
         """The ids that `generate` would find in the prompt. Raises RequestError and BusyError."""
-        return await self._prepare.ids(prompt, model)
+        with self._shedding():
+            return await self._prepare.ids(prompt, model)
 
     async def detokenize(self, ids: tuple[int, ...]) -> str:
         """Raises RequestError and BusyError."""
         self._prepare.check_ids("tokens", ids)
-        return await self._workers.run(partial(self._tokenizer.decode, ids, skip_special=False))
+        with self._shedding():
+            return await self._workers.run(partial(self._tokenizer.decode, ids, skip_special=False))
 
     def token_text(self, token: int) -> str:
         """One token's own text; what is half of a character is shown as a replacement character."""
@@ -159,55 +192,75 @@ class GenerationService:
 
     async def pin_prefix(self, prompt: Prompt, model: str = "", tenant: str = "") -> PinnedPrefix:
         """Keeps the rows of what prompts begin with until they are dropped. Raises RequestError and BusyError."""
-        ids = await self._prepare.prefix(prompt, model)
+        with self._shedding():
+            ids = await self._prepare.prefix(prompt, model)
         return PinnedPrefix(len(ids), self._router.pin(ids, tenant))
 
     async def converted(self, nbytes: int, work: Callable[[], T]) -> T:
         """Converts a request of so many bytes: beside the event loop, where prompts are read as well, when it is big,
         since 16 MB of small messages take a while. Raises QueueFull.
         """
-        try:
+        with self._shedding():
             return work() if nbytes <= _SMALL_BYTES else await self._workers.run(work)
+
+    @contextmanager
+    def _shedding(self) -> Iterator[None]:
+        """Around what is turned away without being a turn, of which nobody else would tell."""
+        try:
+            yield
         except QueueFull as full:
             self.intake.told(full.reason)
             raise
 
-    async def generate(self, turn: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+    async def generate(
+        self, turn: TurnRequest, gone: Callable[[], RingserveError | None] = _left
+    ) -> AsyncGenerator[TurnEvent, None]:
         """The turn's events: started, deltas, finished, and recovering wherever its ring heals. Raises RequestError,
         BusyError and JobError.
 
         Close the generator to cancel the turn (contextlib.aclosing): what was generated until then is remembered.
+        `gone`: why it is closed, where it is not that the client left.
         """
         now = self._clock.now
-        with watching(self._observers, turn, now) as watch, metered(self._quotas, turn) as meter:
-            async with aclosing(self._generated(turn)) as events:
+        with (
+            self._turns.opened(turn.session) as open_turn,
+            watching(
+                self._observers, turn, now, lambda error: gone() or open_turn.why(error)
+            ) as watch,
+            metered(self._quotas, turn) as meter,
+        ):
+            if self.draining:
+                raise RingUnavailable("the server is draining")
+            async with aclosing(self._generated(turn, open_turn)) as events:
                 async for event in events:
                     meter.told(event)
                     watch.told(event, now())
                     yield event
 
-    async def _generated(self, turn: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+    async def _generated(
+        self, turn: TurnRequest, open_turn: OpenTurn
+    ) -> AsyncGenerator[TurnEvent, None]:
         last: tuple[TurnEvent, ...] = ()
-        with self._turns.opened(turn.session) as open_turn:
-            job = await self._prepare.turn(turn, open_turn)
-            parser = answer_parser(self._tokenizer.answers, turn, job.prompt, self._rng)
-            answer = Answer(self._tokenizer, turn.stop, job.request.stop_tokens, parser)
-            async with self._router.submit(job.request) as stream:
-                with self._remembering(job, answer, open_turn):
-                    async for event in stream:
-                        # It may have to wait again before it has begun.
-                        open_turn.started |= not isinstance(event, Recovering)
-                        told = tuple(self._told(event, answer, job))
-                        if isinstance(event, Finished):
-                            last = told  # once it is remembered: the next turn may come at once
-                            break
-                        for each in told:
-                            yield each
-                        if isinstance(answer.matched, str):
-                            last = _stopped(stream.finish_now(), answer)
-                            break
-            for each in last:
-                yield each
+        job = await self._prepare.turn(turn, open_turn)
+        parser = answer_parser(self._tokenizer.answers, turn, job.prompt, self._rng)
+        answer = Answer(self._tokenizer, turn.stop, job.request.stop_tokens, parser)
+        async with self._router.submit(job.request) as stream:
+            open_turn.stream = stream
+            with self._remembering(job, answer, open_turn):
+                async for event in stream:
+                    # It may have to wait again before it has begun.
+                    open_turn.started |= not isinstance(event, Recovering)
+                    told = tuple(self._told(event, answer, job))
+                    if isinstance(event, Finished):
+                        last = told  # once it is remembered: the next turn may come at once
+                        break
+                    for each in told:
+                        yield each
+                    if isinstance(answer.matched, str):
+                        last = _stopped(stream.finish_now(), answer)
+                        break
+        for each in last:
+            yield each
 
     def _told(self, event: JobEvent, answer: Answer, job: PreparedTurn) -> Iterator[TurnEvent]:
         match event:

@@ -19,9 +19,10 @@ from gateway.observing.settings import ObserveSettings
 from gateway.safety.settings import SafetySettings
 
 KV_DISK_BYTES = 16 * 2**30
+LONGEST_REQUEST = 16 * 2**20  # bytes, of one request
 # How much longer than the coordinator fronts bear with who does not read: it ends such a turn first, and says why.
 PATIENCE = 1.1
-_MOST_SPARES = 1024
+MOST_SPARES = 1024
 
 
 class RingKind(StrEnum):
@@ -58,7 +59,7 @@ class GrpcSettings:
     guarded: bool = False  # strangers are kept out: SafetySettings.keeps_strangers_out
     insecure: bool = False  # allows a host that others can reach all the same
     reflection: bool = True
-    max_message_bytes: int = 16 * 2**20
+    max_message_bytes: int = LONGEST_REQUEST
     # Seconds that running turns get to end when the server stops.
     drain_s: float = 30.0
     # A peer that fell silent (a pulled cable) is pinged after so many seconds, and given up after so many more;
@@ -88,7 +89,7 @@ class HttpSettings:
     port: int = 0  # 0: a free one
     guarded: bool = False  # as in GrpcSettings
     insecure: bool = False
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = LONGEST_REQUEST
     # Seconds that running requests get to end when the server stops.
     drain_s: float = 30.0
     # More are answered with 503. A process often may have no more than 1,024 open files, and Ray wants some.
@@ -211,10 +212,8 @@ class ServeSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise InvalidSetting(name, f"must be greater than 0, got {value}")
-        if not 0 <= self.spares <= _MOST_SPARES:
-            raise InvalidSetting(
-                "spare", f"must be between 0 and {_MOST_SPARES}, got {self.spares}"
-            )
+        if not 0 <= self.spares <= MOST_SPARES:
+            raise InvalidSetting("spare", f"must be between 0 and {MOST_SPARES}, got {self.spares}")
         if self.spares and self.ring is not RingKind.RAY:
             raise InvalidSetting("spare", f"a {self.ring} ring has no processes to spare")
 

@@ -42,18 +42,23 @@ def ring_name(prefix: str, number: int) -> str:
 @asynccontextmanager
 async def connected(ray_address: str) -> AsyncIterator[RayCluster]:
     """A cluster, for as long as the block lasts. Raises SetupError."""
-    from gateway.ray_address import check_ray
-
     check_ray_address(ray_address)
-    await asyncio.to_thread(check_ray, ray_address)
-    from stage.ray_ring.cluster import RayCluster
-
-    cluster = RayCluster(ray_address)
+    cluster = await asyncio.to_thread(_cluster, ray_address)
     await cluster.acquire()
     try:
         yield cluster
     finally:
         await cluster.release()
+
+
+def _cluster(ray_address: str) -> RayCluster:
+    """In a thread: what it imports takes seconds, and longer on a busy machine."""
+    from gateway.ray_address import check_ray
+
+    check_ray(ray_address)
+    from stage.ray_ring.cluster import RayCluster
+
+    return RayCluster(ray_address)
 
 
 async def sights() -> tuple[RingSight, ...]:

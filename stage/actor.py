@@ -120,11 +120,11 @@ class StageActor:
         node = ray.get_runtime_context().get_node_id()
         return Place(node, ray.util.get_node_ip_address(), os.getpid(), process_space())
 
-    def live(self) -> None:
-        """Returns only to a gateway in whose place another one came: that this call fails is how the death of this
-        process is noticed.
+    def live(self) -> Owner:
+        """Returns only to a gateway in whose place another one came, which it names: that this call fails is how the
+        death of this process is noticed.
         """
-        self._tenancy.wait()
+        return self._tenancy.wait()
 
     def probe(self) -> Probe:
         self._watchdog.heard()

@@ -63,6 +63,9 @@ class StageReport:
     host: str = ""  # where it runs, for people
 
 
+READY = "ready"  # the last note of a load
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedSlice:
     """A slice that computes, without a store: a spare's, or what becomes a stage next."""
@@ -95,12 +98,13 @@ def load_stage(
         what = f"{_layers(config, index)} cannot be called"
         with unusable(what, passing=(torch.OutOfMemoryError,)):
             note.say("warming up")
-            _warm_up(config, index, model)
-            note.say("probing numerics")
-            exact, words = _probe(config, index, model)
-            if not (exact and probe_cores(model, cores)):
+            _warm_up(config, index, model, note.step)
+            if config.numerics != "fast":
+                note.say("probing numerics")
+            exact, words = _probe(config, index, model, note.step)
+            if not (exact and probe_cores(model, cores, note.step)):
                 cores = Cores(cores.shared, cores.shared)
-    note.say("ready")
+    note.say(READY)
     log.info("ready stage=%d layers=%d-%d numerics=%s", index, *config.splits[index], words)
     return LoadedSlice(index, model, cores, device, words, exact)
 
@@ -248,14 +252,20 @@ class _Notes:
             self._progress(self._last)
 
     def say(self, note: str) -> None:
-        last = self._last
-        self._progress(StageProgress(last.stage, last.bytes_done, last.bytes_total, note))
+        self._last = replace(self._last, note=note, steps=0)
+        self._progress(self._last)
+
+    def step(self) -> None:
+        self._last = replace(self._last, steps=self._last.steps + 1)
+        self._progress(self._last)
 
 
-def _probe(config: RingConfig, index: int, model: ModelSlice) -> tuple[bool, str]:
+def _probe(
+    config: RingConfig, index: int, model: ModelSlice, step: Callable[[], None]
+) -> tuple[bool, str]:
     if config.numerics == "fast":
         return False, "fast (not probed)"
-    report = probe_numerics(model)
+    report = probe_numerics(model, step)
     if not math.isfinite(report.max_difference) and not model.decoder.length_dependent_rope:
         raise _not_finite(config, index)
     if config.numerics == "exact" and not report.exact:
@@ -263,7 +273,7 @@ def _probe(config: RingConfig, index: int, model: ModelSlice) -> tuple[bool, str
     return report.exact, str(report)
 
 
-def _warm_up(config: RingConfig, index: int, model: ModelSlice) -> None:
+def _warm_up(config: RingConfig, index: int, model: ModelSlice, step: Callable[[], None]) -> None:
     """The first calls, which also tell damaged weights: a NaN anywhere in a layer reaches every row behind it."""
     lane = model.rows.scratch_lane
     try:
@@ -274,6 +284,7 @@ def _warm_up(config: RingConfig, index: int, model: ModelSlice) -> None:
                 hidden = torch.ones((rows, model.decoder.hidden_size), dtype=model.decoder.dtype)
             if not _is_finite(model.forward(batch, hidden)):
                 raise _not_finite(config, index)
+            step()
     finally:
         model.rows.clear(lane, 0)
         model.states.clear(lane)

@@ -31,10 +31,11 @@ class Owner:
     space: str = ""  # where `pid` means its process: processes.process_space()
     grpc: str = ""  # where it serves
     http: str = ""
+    role: str = "a gateway"
 
     def __str__(self) -> str:
         serves = f" that serves at {self.grpc}" if self.grpc else ""
-        return f"a gateway{serves} (host {self.host}, pid {self.pid})"
+        return f"{self.role}{serves} (host {self.host}, pid {self.pid})"
 
 
 @dataclass(frozen=True, slots=True)

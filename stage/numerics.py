@@ -8,7 +8,7 @@ it is the caller's business.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,15 +44,23 @@ class NumericsReport:
         return f"shape-dependent (max difference {self.max_difference:.1e})"
 
 
-def probe_numerics(model: ModelSlice) -> NumericsReport:
+# Told after each call of the model: a large one takes minutes on a CPU, or much longer where that is busy.
+Step = Callable[[], None]
+
+
+def _untold() -> None:
+    """Nobody waits."""
+
+
+def probe_numerics(model: ModelSlice, step: Step = _untold) -> NumericsReport:
     """Compare plans on random rows in the scratch lane; takes about the time of 400 rows."""
     if model.decoder.length_dependent_rope:
         return NumericsReport(exact=False, max_difference=math.inf)
     try:
         differences = [
-            _compare(model, 0, _CUTS),
-            _compare(model, _CROSSING_START, _CROSSING_CUTS),
-            _compare_with_neighbour(model),
+            _compare(model, 0, _CUTS, step),
+            _compare(model, _CROSSING_START, _CROSSING_CUTS, step),
+            _compare_with_neighbour(model, step),
         ]
     finally:
         _empty_scratch(model)
@@ -61,13 +69,13 @@ def probe_numerics(model: ModelSlice) -> NumericsReport:
     return NumericsReport(exact=worst == 0.0, max_difference=worst)
 
 
-def probe_cores(model: ModelSlice, cores: Cores) -> bool:
+def probe_cores(model: ModelSlice, cores: Cores, step: Step = _untold) -> bool:
     """Whether a row is the same computed by all lent cores and by the stage's own; takes the time of 230 rows."""
     if cores.alone == cores.shared:
         return True
     try:
         return all(
-            _compare_cores(model, cores, start, plans)
+            _compare_cores(model, cores, start, plans, step)
             for start, plans in ((0, _CUTS[:2]), (_CROSSING_START, _CROSSING_CUTS[:2]))
         )
     finally:
@@ -81,13 +89,14 @@ def _empty_scratch(model: ModelSlice) -> None:
 
 
 def _compare_cores(
-    model: ModelSlice, cores: Cores, start: int, plans: Sequence[Sequence[int]]
+    model: ModelSlice, cores: Cores, start: int, plans: Sequence[Sequence[int]], step: Step
 ) -> bool:
     inputs = _random_inputs(model, sum(plans[0]))
     cores.use()
-    own = _run_cuts(model, inputs, start, plans[0])
+    own = _run_cuts(model, inputs, start, plans[0], step)
     cores.use(alone=True)
-    return all(own.difference(_run_cuts(model, inputs, start, cuts)) == 0.0 for cuts in plans)
+    outcomes = (_run_cuts(model, inputs, start, cuts, step) for cuts in plans)
+    return all(own.difference(outcome) == 0.0 for outcome in outcomes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +120,17 @@ class _Outcome:
         return torch.stack(worst).max().item()  # unlike max(), this keeps a NaN
 
 
-def _compare(model: ModelSlice, start: int, plans: Sequence[Sequence[int]]) -> float:
+def _compare(model: ModelSlice, start: int, plans: Sequence[Sequence[int]], step: Step) -> float:
     inputs = _random_inputs(model, sum(plans[0]))
-    first, *others = [_run_cuts(model, inputs, start, cuts) for cuts in plans]
+    first, *others = [_run_cuts(model, inputs, start, cuts, step) for cuts in plans]
     return torch.tensor([first.difference(other) for other in others]).max().item()
 
 
-def _compare_with_neighbour(model: ModelSlice) -> float:
+def _compare_with_neighbour(model: ModelSlice, step: Step) -> float:
     """The same rows, alone and behind other rows of their call."""
     width = 37
     inputs, other = _random_inputs(model, width), _random_inputs(model, _NEIGHBOUR_ROWS)
-    alone = _run_cuts(model, inputs, 0, (width,))
+    alone = _run_cuts(model, inputs, 0, (width,), step)
     model.states.pretend(model.states.scratch_lane, _NEIGHBOUR_START)
     # Its rows end up far from those compared, so that the scratch lane serves as two.
     segments = (
@@ -134,6 +143,7 @@ def _compare_with_neighbour(model: ModelSlice) -> float:
         else torch.cat((other.hidden, inputs.hidden))
     )
     outputs = _call(model, other.token_ids + inputs.token_ids, hidden, segments)[_NEIGHBOUR_ROWS:]
+    step()
     return alone.difference(_Outcome(outputs, _entries(model, 0, width)))
 
 
@@ -146,7 +156,9 @@ def _random_inputs(model: ModelSlice, n_rows: int) -> _Inputs:
     return _Inputs(tuple(token_ids), hidden.to(model.decoder.device, model.decoder.dtype))
 
 
-def _run_cuts(model: ModelSlice, inputs: _Inputs, start: int, cuts: Sequence[int]) -> _Outcome:
+def _run_cuts(
+    model: ModelSlice, inputs: _Inputs, start: int, cuts: Sequence[int], step: Step
+) -> _Outcome:
     outputs, done = [], 0
     model.states.pretend(model.states.scratch_lane, start)
     for width in cuts:
@@ -154,6 +166,7 @@ def _run_cuts(model: ModelSlice, inputs: _Inputs, start: int, cuts: Sequence[int
         hidden = None if inputs.hidden is None else inputs.hidden[done : done + width]
         outputs.append(_call(model, inputs.token_ids[done : done + width], hidden, (segment,)))
         done += width
+        step()
     return _Outcome(torch.cat(outputs), _entries(model, start, done))
 
 

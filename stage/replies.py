@@ -24,7 +24,7 @@ class ReplyQueue:
         self._replies: deque[Reply] = deque()
         self._changed = asyncio.Event()
         self._epoch = Epoch(0)
-        self._lost: tuple[int | None, str] | None = None
+        self._lost: RingLost | None = None
 
     # From any thread
 
@@ -49,16 +49,20 @@ class ReplyQueue:
 
     @property
     def loss(self) -> str | None:
-        return None if self._lost is None else str(RingLost(*self._lost))
+        return None if self._lost is None else str(self._lost)
 
     def check(self) -> None:
         """Raises RingLost once the ring is lost."""
         if self._lost is not None:
-            raise RingLost(*self._lost)
+            # A new one each time: an exception that is raised twice drags both tracebacks along.
+            raise type(self._lost)(self._lost.stage, self._lost.reason)
 
     def fail(self, stage: int | None, reason: str) -> None:
+        self.end(RingLost(stage, reason))
+
+    def end(self, lost: RingLost) -> None:
         if self._lost is None:
-            self._lost = (stage, reason)
+            self._lost = lost
             self._changed.set()
             self._on_lost()
 

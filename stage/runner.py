@@ -17,8 +17,9 @@ from pathlib import Path
 from coordinator.errors import RingLost
 from stage.loop import Pulse, run_stage
 from stage.messages import Delivery
+from stage.private_folder import remove_private_folder
 from stage.stage import Stage
-from stage.transport import Endpoint, Link, Listener, Sender, remove_private_folder
+from stage.transport import Endpoint, Link, Listener, Sender
 
 # Turns of one gateway: more than it will ever begin.
 _TERM_BITS = 32

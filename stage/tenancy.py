@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from stage.lease import Lease, Owner, Tenure
 from stage.runner import Runner
@@ -22,7 +23,7 @@ class Tenancy:
         self._runner = runner
         self._now = now
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._over: Future[Owner] = Future()
         self._last: str | None = None  # who has had it last
 
     def claim(self, owner: Owner, ended: str = "") -> Tenure | None:
@@ -30,7 +31,7 @@ class Tenancy:
         with self._lock:
             held = self._lease.claim(owner, self._now(), ended)
             if held is None:
-                self._change_to(owner.id)
+                self._change_to(owner)
             return held
 
     def renew(self, owner: str) -> bool:
@@ -45,15 +46,15 @@ class Tenancy:
         with self._lock:
             return self._lease.tenure(self._now())
 
-    def wait(self) -> None:
-        """Until another gateway takes the stage over."""
+    def wait(self) -> Owner:
+        """Until another gateway takes the stage over: that one."""
         with self._lock:
             over = self._over
-        over.wait()
+        return over.result()
 
-    def _change_to(self, owner: str) -> None:
-        last, self._last = self._last, owner
-        if last not in (None, owner):
+    def _change_to(self, owner: Owner) -> None:
+        last, self._last = self._last, owner.id
+        if last not in (None, owner.id):
             self._runner.take_over()
-            self._over.set()
-            self._over = threading.Event()
+            self._over.set_result(owner)
+            self._over = Future()

@@ -9,8 +9,6 @@ Shared memory or NCCL would be another Inlet and Outlet.
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,9 +30,6 @@ _LONGEST_PART = 1 << 30
 _ZAP_DOMAIN = b"ring"
 # Messages of a channel that wait on either side: of large ones, memory has room for few.
 _CHANNEL_BOUND = 2
-# A Unix socket's path may have 107 bytes.
-_LONGEST_TEMP = 60
-_PREFIX = "ringserve-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,16 +265,3 @@ class Channel:
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close()
-
-
-def private_folder() -> Path:
-    """For sockets of one host; mkdtemp lets nobody else in."""
-    usual = tempfile.gettempdir()
-    parent = usual if len(usual) < _LONGEST_TEMP else "/tmp"
-    return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-
-
-def remove_private_folder(folder: Path) -> None:
-    """One that this module made, whoever is gone that had it."""
-    if folder.name.startswith(_PREFIX):
-        shutil.rmtree(folder, ignore_errors=True)

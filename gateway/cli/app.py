@@ -7,7 +7,9 @@ failure, 2 for bad usage, 130 when interrupted. Heavy modules are imported by th
 from __future__ import annotations
 
 import os
+import signal
 from importlib.metadata import version
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -20,7 +22,7 @@ from gateway.cli.cache import app as cache_app
 from gateway.cli.chaos import chaos
 from gateway.cli.chat_options import ChatOptions
 from gateway.cli.detached import drain, ps, stop
-from gateway.cli.exits import fail
+from gateway.cli.exits import INTERRUPTED, fail
 from gateway.cli.flags import (
     ApiKeyFile,
     ApiKeys,
@@ -335,7 +337,14 @@ app.command()(stop)
 app.command()(drain)
 
 
+def _ended(number: int, frame: FrameType | None) -> None:
+    """Until a server has handlers of its own, and for all other commands: they take back what they have begun."""
+    typer.echo("interrupted", err=True)
+    raise SystemExit(INTERRUPTED)
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, _ended)
     # Ray starts processes while the gRPC server answers; gRPC's fork handlers would do nothing but complain.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     open_missing()

@@ -7,10 +7,19 @@ from typing import Annotated
 
 import typer
 
+from coordinator.config import MOST_DRAFTS
 from gateway.cli.sizes import parse_size
 from gateway.intake import MOST_BYTES
 from gateway.observing.settings import LogFormat, LogLevel
-from gateway.settings import KV_DISK_BYTES, Device, Dtype, Numerics, RingKind
+from gateway.settings import (
+    KV_DISK_BYTES,
+    LONGEST_REQUEST,
+    MOST_SPARES,
+    Device,
+    Dtype,
+    Numerics,
+    RingKind,
+)
 
 Model = Annotated[
     str, typer.Argument(envvar="RINGSERVE_MODEL", help="A folder, a hub id, or the word smollm2.")
@@ -24,7 +33,7 @@ MaxRows = Annotated[
     int | None,
     typer.Option(
         envvar="RINGSERVE_MAX_ROWS",
-        help="Tokens that a lane holds.",
+        help="Tokens that a lane holds, at least 2.",
         show_default="what the model and the memory allow",
     ),
 ]
@@ -51,7 +60,11 @@ Ring = Annotated[
     ),
 ]
 Drafts = Annotated[
-    int, typer.Option(envvar="RINGSERVE_DRAFTS", help="Tokens drafted a step; 0 drafts none.")
+    int,
+    typer.Option(
+        envvar="RINGSERVE_DRAFTS",
+        help=f"Tokens drafted a step, at most {MOST_DRAFTS}; 0 drafts none.",
+    ),
 ]
 DraftModelFlag = Annotated[
     str | None,
@@ -89,7 +102,8 @@ RequestBytes = Annotated[
         envvar="RINGSERVE_REQUEST_BYTES",
         parser=parse_size,
         metavar="SIZE",
-        help="Bytes of requests that are held at once, until they are answered.",
+        help="Bytes of requests that are held at once, until they are answered. At least what one request may have: "
+        f"{LONGEST_REQUEST // 2**20}M.",
         show_default=f"{MOST_BYTES // 2**20}M",
     ),
 ]
@@ -170,7 +184,8 @@ Spares = Annotated[
         "--spare",
         envvar="RINGSERVE_SPARE",
         metavar="N",
-        help="Loaded processes of each ring that wait to take a lost stage's place; each needs what a stage needs.",
+        help="Loaded processes of each ring that wait to take a lost stage's place; each needs what a stage needs. "
+        f"From 0 to {MOST_SPARES}.",
     ),
 ]
 ReplyTimeoutS = Annotated[

@@ -20,7 +20,8 @@ from gateway.cli.app import app
 _HEAD = """# Configuration
 
 Every flag of every command, with the environment variable that sets it and its default. A flag goes before its
-variable. Generated from the program (`make docs`); `ringserve COMMAND --help` shows the same.
+variable. Where a flag says nothing else, what is counted is at least 1 and seconds are more than 0. Generated from
+the program (`make docs`); `ringserve COMMAND --help` shows the same.
 """
 _COLUMNS = "| flag | variable | default | meaning |\n|---|---|---|---|"
 

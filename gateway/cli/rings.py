@@ -89,7 +89,8 @@ def _line(ring: Any) -> str:
     lanes = f"{ring.busy_lanes} of {ring.lanes} lanes busy"
     jobs = f"{ring.running_jobs} running, {ring.waiting_jobs} waiting"
     state = _state(ring)
-    reason = f" ({ring.reason})" if state in ("recovering", "down") else ""
+    why = ring.reason.removeprefix(f"{state}: ")
+    reason = f" ({why})" if state in ("recovering", "down") else ""
     parts = [f"{ring.name}: {state}{reason}", lanes, jobs, f"{ring.sessions} sessions"]
     if ring.epoch:
         parts.append(f"epoch {ring.epoch}")

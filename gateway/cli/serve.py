@@ -1,7 +1,8 @@
 """Runs `ringserve serve`: progress, the ready line, and what Ctrl-C does.
 
 The first SIGINT or SIGTERM while serving drains; a second one, or one while loading, stops at once (exit code 130):
-what was begun is taken back in order, but for a few seconds only, and one more signal does not wait for that.
+what was begun is taken back in order, but for a few seconds only, and one more signal does not wait for that. Handlers
+are Python's own, which run wherever the main thread is: an import that keeps the event loop does not keep them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 from rich.console import Console
 
+from gateway.cli.exits import INTERRUPTED
 from gateway.cli.output import lasting_output
 from gateway.deadlines import deadlines_line
 from gateway.launch import Running, launch
@@ -28,22 +31,27 @@ from gateway.settings import ServeSettings
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED = 130
 # What ending the rings may take when someone wants the process gone.
 _LONGEST_STOP_S = 5.0
+# While they load, and end with the process by themselves: a Ray that comes up takes seconds to be told.
+_LOADING_STOP_S = 1.0
 _NO_TLS = "warning: no --tls-cert: keys, prompts and answers can be read on their way"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_INSTALL_EVERY_S = 0.2
+_INSTALL_EVERY_S = 0.05
 
 
 def serve_until_interrupted(settings: ServeSettings) -> int:
     """The exit code. Raises SetupError."""
     with lasting_output():
-        try:
-            asyncio.run(_serve(settings))
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            Console(stderr=True).print("interrupted")
-            return INTERRUPTED
+        with asyncio.Runner() as runner:
+            try:
+                runner.run(_serve(settings))
+            except asyncio.CancelledError:
+                # All that was begun is taken back. Closing the loop would wait for threads that import or download.
+                _leave()
+            except KeyboardInterrupt:
+                Console(stderr=True).print("interrupted")
+                return INTERRUPTED
     return 0
 
 
@@ -52,7 +60,7 @@ async def _serve(settings: ServeSettings) -> None:
     # Where every line is to be an object, what happens is logged.
     is_logged = settings.observe.log_format is LogFormat.JSON
     say = log.info if is_logged else partial(shown.print, markup=False, highlight=False)
-    with _Interrupts() as interrupts:
+    with _Interrupts(say, outlives=settings.detached) as interrupts:
         async with AsyncExitStack() as stack:
             with nullcontext(LineBoard(say)) if is_logged else open_board(shown) as board:
                 running = await stack.enter_async_context(launch(settings, board))
@@ -97,10 +105,14 @@ def ready_line(running: Running, settings: ServeSettings) -> str:
 class _Interrupts:
     """Takes the signals over for as long as it is entered."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None], *, outlives: bool = False) -> None:
+        """`outlives`: what is begun does not end with the process."""
+        self._say = say
+        self._outlives = outlives
+        self._loop = asyncio.get_running_loop()
         self._asked = asyncio.Event()
-        self._may_drain = False
-        self._stopping = False
+        self._may_drain = self._drains = False
+        self._stopping = self._told = False
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -117,9 +129,8 @@ class _Interrupts:
     ) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def drain_from_now(self) -> None:
         """The next signal is a request to drain, not to stop."""
@@ -130,32 +141,52 @@ class _Interrupts:
         await self._asked.wait()
 
     async def _keep(self) -> None:
-        """Whenever it starts, Ray's core sets a handler of its own for SIGTERM, at some moment: one that prints a stack
-        and ends the process. It starts again with a ring that is added after the last one was drained.
+        """Whenever it starts, Ray's core sets a handler of its own for SIGTERM, at some moment: one that prints a
+        stack, hands the signal on and has the process aborted soon. It starts again with a ring that is added after the
+        last one was drained.
         """
         while True:
             self._install()
             await asyncio.sleep(_INSTALL_EVERY_S)
 
     def _install(self) -> None:
-        loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._signalled)
+            signal.signal(number, self._signalled)
 
-    def _signalled(self) -> None:
-        if self._may_drain and not self._asked.is_set():
-            self._asked.set()
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        # Ray's handler, if this one was called by it, has set a timer that aborts.
+        signal.alarm(0)
+        if self._may_drain and not self._drains:
+            self._drains = True
+            self._loop.call_soon_threadsafe(self._asked.set)
         elif self._stopping:
-            _leave()
+            self._leave_now()
         elif self._task is not None:
             self._stopping = True
-            self._task.cancel()
-            late = threading.Timer(_LONGEST_STOP_S, _leave)
+            may_last = self._may_drain or self._outlives
+            late = threading.Timer(
+                _LONGEST_STOP_S if may_last else _LOADING_STOP_S, self._leave_now
+            )
             late.daemon = True
             late.start()
+            self._loop.call_soon_threadsafe(self._stop, self._task)
+
+    def _stop(self, task: asyncio.Task[Any]) -> None:
+        self._tell()
+        task.cancel()
+
+    def _leave_now(self) -> NoReturn:
+        self._tell()
+        _leave()
+
+    def _tell(self) -> None:
+        """Once, and also where the event loop is kept."""
+        if not self._told:
+            self._told = True
+            self._say("interrupted")
 
 
-def _leave() -> None:
+def _leave() -> NoReturn:
     # sys.exit() would wait for threads that load a model or download one, and no thread can be stopped from outside.
     # Ray ends its own processes when this one is gone.
     sys.stdout.flush()

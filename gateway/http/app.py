@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 from gateway.http.anthropic.errors import error_body
 from gateway.http.anthropic.messages import Messages
 from gateway.http.document import Document
-from gateway.http.draining import Draining
 from gateway.http.errors import request_id_headers
 from gateway.http.front import Front
 from gateway.http.metrics import Scraping
@@ -34,9 +33,8 @@ def make_app(
     loading: LoadRecord,
     metrics: Metrics | None = None,
     guard: Guard = OPEN,
-    draining: Draining | None = None,
 ) -> Starlette:
-    front = Front(service, most_bytes, guard, draining)
+    front = Front(service, most_bytes, guard)
     operators = (Operators(front, loading), StatusPage(front, feed), Document(front))
     fronts = (Chat(front), Responses(front), Messages(front), Models(front), *operators)
     routes = [route for each in fronts for route in each.routes()]

@@ -1,7 +1,7 @@
 """One client's connection: how long it may take over sending a request, and how long it may leave an answer unread.
 
 Decides when a connection is given up, and which is one too many. Whose turn that ends is for the routes, which see a
-client that left.
+client that left, and in their request's state how long it had not read.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from coordinator.errors import TooManyConnections
 from gateway.http.anthropic.errors import ANTHROPIC
 from gateway.http.errors import error_response
+from gateway.http.lingering import Lingering
 from gateway.http.openai.errors import OPENAI
 
 log = logging.getLogger(__name__)
 
+# In a request's state: for how many seconds its answer lay unread when its connection was given up.
+UNREAD = "unread_s"
 # The client has said all of its request, or will say nothing more.
 _ARRIVED = frozenset({h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR})
 _UNANSWERED = frozenset({h11.IDLE, h11.SEND_RESPONSE})
@@ -56,8 +59,7 @@ class Connection(H11Protocol):
         give_up = self._give_up
         late = "its request did not arrive in time"
         self._arrival = _Deadline(self.loop, self.config.request_s, lambda: give_up(late))
-        unread = "its answer was not read in time"
-        self._reading = _Deadline(self.loop, self.config.unread_s, lambda: give_up(unread))
+        self._reading = _Deadline(self.loop, self.config.unread_s, self._unread)
         self._served, self.app = self.app, self._let_in
 
     async def _let_in(self, scope: Any, receive: Any, send: Any) -> None:
@@ -69,7 +71,8 @@ class Connection(H11Protocol):
             app = error_response(too_many, uuid.uuid4().hex, dialect)
             # Kept open it would go on to count, and those that were here before would be turned away as well.
             app.headers["connection"] = "close"
-        await app(scope, receive, send)
+        lingering = Lingering(scope, receive, send)
+        await app(scope, lingering.receive, lingering.send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.get_extra_info("socket").setsockopt(
@@ -123,8 +126,16 @@ class Connection(H11Protocol):
         super().resume_writing()
         self._reading.stop()
 
+    def _unread(self) -> None:
+        self.cycle.scope["state"][UNREAD] = self.config.unread_s
+        self._give_up("its answer was not read in time")
+
     def _give_up(self, why: str) -> None:
         log.info("a client is given up: %s", why)
+        self.cut()
+
+    def cut(self) -> None:
+        """Whatever of its answer is still to be sent."""
         self.transport.abort()
 
 

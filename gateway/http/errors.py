@@ -44,7 +44,7 @@ def message_of(error: BaseException) -> str:
         # Agents begin to shorten their conversation at these words.
         return (
             f"This model's maximum context length is {error.limit} tokens, "
-            f"but the prompt has {error.prompt_tokens}."
+            f"but the prompt has {error.counted}."
         )
     return str(error)
 

@@ -17,7 +17,6 @@ from starlette.routing import Route
 from coordinator.errors import InvalidApiKey, RequestTooLarge, RingUnavailable
 from gateway.errors import is_internal
 from gateway.http.asker import Asker
-from gateway.http.draining import Draining
 from gateway.http.errors import CLIENT_CLOSED, Dialect, error_response, request_id_headers
 from gateway.http.fields import Fields, parse
 from gateway.http.streaming import ClientGone
@@ -40,10 +39,8 @@ class Front:
         service: GenerationService,
         most_bytes: int,
         guard: Guard = OPEN,
-        draining: Draining | None = None,
     ) -> None:
         self.service = service
-        self.draining = draining or Draining()
         self.created = int(time.time())
         self._most_bytes = most_bytes
         self._guard = guard
@@ -75,7 +72,7 @@ class Front:
             caller = self._guard.caller(request.headers.items())
             session = request.headers.get("x-session-id") or None
             request.state.asker = Asker(session, caller.name, caller.tenant)
-            if self.draining.begun:
+            if self.service.draining:
                 raise RingUnavailable("the server is draining")
             return await handler(request)
 
@@ -108,7 +105,6 @@ class Front:
             given = request.headers.get("x-request-id", "")
             request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
             request.state.request_id = request_id
-            request.state.draining = self.draining
             try:
                 response = await handler(request)
             except (ClientGone, ClientDisconnect):

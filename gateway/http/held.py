@@ -7,9 +7,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coordinator.errors import QueueFull
 from gateway.intake import Intake
 
-# Of a request that is turned away. An announced length beyond what is read was refused before.
-_MOST_DISCARDED = 16 * 2**20
-
 
 class HoldingApp:
     """An ASGI application around another. Who brings too much is told so where the body is read: QueueFull."""
@@ -27,16 +24,7 @@ class HoldingApp:
                     held.add(len(message.get("body", b"")))
                 except QueueFull:
                     held.drop()
-                    await _discarded(message, receive)
                     raise
                 return message
 
             await self._app(scope, counted, send)
-
-
-async def _discarded(message: Message, receive: Receive) -> None:
-    """The rest of the body: a client that is still sending, and whose connection is closed, reads no answer."""
-    size = 0
-    while message.get("more_body", False) and size < _MOST_DISCARDED:
-        message = await receive()
-        size += len(message.get("body", b""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import version
 from typing import Any
 
@@ -36,14 +37,15 @@ class Operators:
         """503 while no ring has all of its stages, with how far each is, or what it lost."""
         rings = self._front.service.rings()
         told = [self._ring(ring) for ring in rings] if self._front.knows(request) else []
-        if self._front.draining.begun:
+        if self._front.service.draining:
             return JSONResponse({"status": "draining", "rings": told}, 503, {"retry-after": "1"})
         if any(ring.ready for ring in rings):
             return JSONResponse({"status": "ready", "rings": told})
         states = {ring.state for ring in rings}
         waited = (state for state in (RingState.RECOVERING, RingState.LOADING) if state in states)
         status = next((state.value for state in waited), "unavailable")
-        return JSONResponse({"status": status, "rings": told}, 503, {"retry-after": "1"})
+        after = str(math.ceil(self._front.service.back_s))
+        return JSONResponse({"status": status, "rings": told}, 503, {"retry-after": after})
 
     def _ring(self, ring: RingStatus) -> dict[str, Any]:
         told = {"ring": ring.name, "ready": ring.ready, "reason": ring.reason}

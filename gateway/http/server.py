@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,9 +14,9 @@ from contextlib import asynccontextmanager
 import uvicorn
 
 from coordinator.errors import CannotListen
+from gateway.fronts import LAST_WORDS_S
 from gateway.http.app import make_app
-from gateway.http.connection import ConnectionConfig
-from gateway.http.draining import Draining
+from gateway.http.connection import Connection, ConnectionConfig
 from gateway.http.held import HoldingApp
 from gateway.http.status.feed import Feed
 from gateway.http.status.snapshot import Snapshots
@@ -24,6 +26,8 @@ from gateway.safety.guard import OPEN, Guard
 from gateway.safety.tls import ServerTls
 from gateway.service import GenerationService
 from gateway.settings import PATIENCE, HttpSettings
+
+log = logging.getLogger(__name__)
 
 # Calls that wait to be accepted.
 _BACKLOG = 1024
@@ -35,6 +39,18 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def cut(self) -> None:
+        """Ends the connections that did not end by themselves, before uvicorn does: it would cancel their requests and
+        log each one's stack.
+        """
+        left = [each for each in self.server_state.connections if isinstance(each, Connection)]
+        if left:
+            log.warning(
+                "cut off %d connections: their clients did not read, or send, in time", len(left)
+            )
+        for each in left:
+            each.cut()
 
 
 @asynccontextmanager
@@ -49,11 +65,8 @@ async def serve_http(
     sights = sights or Sights()
     feed = Feed(Snapshots(service, sights).encoded)
     shown = (feed, sights.loading, sights.metrics)
-    draining = Draining()
     config = ConnectionConfig(
-        HoldingApp(
-            make_app(service, settings.max_body_bytes, *shown, guard, draining), service.intake
-        ),
+        HoldingApp(make_app(service, settings.max_body_bytes, *shown, guard), service.intake),
         ssl_context_factory=_context_factory(guard.tls),
         log_config=None,
         ws="none",
@@ -68,18 +81,14 @@ async def serve_http(
     server = _Server(config)
     host, port = listening.getsockname()[:2]
     task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
+    left_s = 0.0
     try:
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    except BaseException:
-        draining.end()
-        server.force_exit = True
-        raise
-    else:
-        draining.begun = True
-        await _last_turns(server, service, draining, settings.drain_s)
+        left_s = await service.drain(settings.drain_s)
     finally:
+        service.end_turns()
         feed.close()
-        await _end(server, task)
+        await _end(server, task, max(left_s, LAST_WORDS_S))
 
 
 def _context_factory(
@@ -88,34 +97,19 @@ def _context_factory(
     return None if tls is None else lambda _config, _default: tls.context
 
 
-async def _last_turns(
-    server: uvicorn.Server, service: GenerationService, draining: Draining, drain_s: float
-) -> None:
-    """Turns that run go on to their end, as far as there is time. Who asks meanwhile is told that there are no more."""
-    clock = asyncio.get_running_loop().time
-    until = clock() + drain_s
-    try:
-        async with asyncio.timeout(drain_s):
-            await service.idle()
-        # What is decided may still be on its way.
-        server.config.timeout_graceful_shutdown = max(1, round(until - clock()))
-    except (TimeoutError, asyncio.CancelledError) as late:
-        # Those that run are told so, and are given a moment for it.
-        draining.end()
-        server.config.timeout_graceful_shutdown = 1
-        if not isinstance(late, TimeoutError):
-            raise
-
-
-async def _end(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
-    """Requests end, unless somebody wants to be gone."""
+async def _end(server: _Server, task: asyncio.Task[None], within_s: float) -> None:
+    """What is decided is sent, as far as there is time and unless somebody wants to be gone."""
+    # Beyond ours: uvicorn cancels what is still there.
+    server.config.timeout_graceful_shutdown = math.ceil(within_s + LAST_WORDS_S)
     server.should_exit = True
     try:
-        await asyncio.shield(task)
+        await asyncio.wait((task,), timeout=within_s)
     except asyncio.CancelledError:
         server.force_exit = True
-        await task
         raise
+    finally:
+        server.cut()
+        await task
 
 
 def _listen(settings: HttpSettings) -> socket.socket:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
+from coordinator.errors import SlowReader
 from gateway.chat.parts import AnswerPart
 from gateway.errors import is_internal
-from gateway.http.draining import Draining
+from gateway.http.connection import UNREAD
 from gateway.service import GenerationService
 from gateway.turns import (
     TurnDelta,
@@ -82,12 +85,10 @@ async def collect(
     answers = [asyncio.create_task(_collected(service, turn)) for turn in named]
     every = asyncio.gather(*answers)
     left = asyncio.create_task(_left(request))
-    draining: Draining = request.state.draining
     try:
-        waited: set[asyncio.Future[Any]] = {every, left, draining.over}
+        waited: set[asyncio.Future[Any]] = {every, left}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not every.done():
-            draining.check()
             raise ClientGone
         return every.result()
     finally:
@@ -125,11 +126,14 @@ async def _collected(service: GenerationService, turn: TurnRequest) -> Collected
 
 
 async def merged(
-    service: GenerationService, turns: Sequence[TurnRequest]
+    service: GenerationService,
+    turns: Sequence[TurnRequest],
+    gone: Callable[[], SlowReader | None],
 ) -> AsyncGenerator[Told, None]:
-    """The events of all choices as they come. Raises what the service raises."""
+    """The events of all choices as they come. Raises what the service raises. `gone`: as the service wants it."""
     queue: asyncio.Queue[Told | BaseException | None] = asyncio.Queue(_AHEAD)
-    tasks = [asyncio.create_task(_pass_on(service, n, t, queue)) for n, t in enumerate(turns)]
+    choices = [service.generate(turn, gone) for turn in turns]
+    tasks = [asyncio.create_task(_pass_on(n, each, queue)) for n, each in enumerate(choices)]
     try:
         running = len(tasks)
         while running:
@@ -147,13 +151,12 @@ async def merged(
 
 
 async def _pass_on(
-    service: GenerationService,
     index: int,
-    turn: TurnRequest,
+    choice: AsyncGenerator[TurnEvent, None],
     queue: asyncio.Queue[Told | BaseException | None],
 ) -> None:
     try:
-        async with aclosing(service.generate(turn)) as events:
+        async with aclosing(choice) as events:
             async for event in events:
                 await queue.put(Told(index, event))
     except Exception as error:
@@ -200,11 +203,10 @@ async def streamed(
     service: GenerationService, turns: Sequence[TurnRequest], wire: StreamWire, request: Request
 ) -> Response:
     """The answer as server-sent events. Raises what the service raises before its first event, or soon."""
-    events = merged(service, _named(turns, request))
+    events = merged(service, _named(turns, request), partial(_unread, request))
     coming: asyncio.Future[Told | None] = asyncio.ensure_future(anext(events, None))
-    draining: Draining = request.state.draining
     try:
-        await _either(coming, draining, _FIRST_EVENT_S)
+        await asyncio.wait((coming,), timeout=_FIRST_EVENT_S)
         told = coming.result() if coming.done() else None
     except BaseException:
         coming.cancel()
@@ -213,10 +215,36 @@ async def streamed(
         raise
     first = None if told is None else told.event
     headers = started_headers(first) if isinstance(first, TurnStarted) else {}
-    body = _sent(coming, events, wire, request)
-    return StreamingResponse(
-        body, media_type="text/event-stream", headers={**_STREAM_HEADERS, **headers}
-    )
+    return _Streamed(_sent(coming, events, wire, request), {**_STREAM_HEADERS, **headers})
+
+
+def _unread(request: Request) -> SlowReader | None:
+    """Why its turns are closed, when its connection was given up since nobody read."""
+    unread_s = getattr(request.state, UNREAD, None)
+    return None if unread_s is None else SlowReader(unread_s)
+
+
+class _Streamed(StreamingResponse):
+    """Ends its turns with itself. Starlette's own leaves that to the garbage collector, and would interrupt their ends
+    again and again.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self.stream_response(send))
+        left = asyncio.create_task(self.listen_for_disconnect(receive))
+        try:
+            await asyncio.wait((sending, left), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            sending.cancel()
+            left.cancel()
+            await asyncio.gather(sending, left, return_exceptions=True)
+            await self._events.aclose()
 
 
 async def _sent(
@@ -224,12 +252,12 @@ async def _sent(
     events: AsyncGenerator[Told, None],
     wire: StreamWire,
     request: Request,
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """`coming`: the first of the events, or None for their end, as it is awaited already."""
-    async with aclosing(events):
+    silence = _Silence()
+    async with aclosing(events), aclosing(_with_silence(coming, events, silence)) as heard:
         try:
-            silence = _Silence()
-            async for told in _with_silence(coming, events, silence, request.state.draining):
+            async for told in heard:
                 sent = _bytes(told, wire)
                 if sent:
                     yield sent
@@ -250,15 +278,6 @@ def _bytes(told: Told | None, wire: StreamWire) -> bytes:
     return _RECOVERING if isinstance(told.event, TurnRecovering) else wire.said(told)
 
 
-async def _either(
-    coming: asyncio.Future[Told | None], draining: Draining, timeout_s: float
-) -> bool:
-    """Waits for the event, but not beyond the server's end. Whether it has come."""
-    waited: set[asyncio.Future[Any]] = {coming, draining.over}
-    await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    return coming.done()
-
-
 class _Silence:
     """How long nothing was sent: events may come all the while, such as tokens of a call that is held back."""
 
@@ -277,8 +296,7 @@ async def _with_silence(
     coming: asyncio.Future[Told | None],
     events: AsyncGenerator[Told, None],
     silence: _Silence,
-    draining: Draining,
-) -> AsyncIterator[Told | None]:
+) -> AsyncGenerator[Told | None, None]:
     """The events, and None when the silence must be broken."""
     try:
         while True:
@@ -286,8 +304,8 @@ async def _with_silence(
             if not left:
                 yield None
                 continue
-            if not await _either(coming, draining, left):
-                draining.check()
+            await asyncio.wait((coming,), timeout=left)
+            if not coming.done():
                 continue
             told = coming.result()
             if told is None:

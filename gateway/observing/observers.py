@@ -46,14 +46,17 @@ class Watches:
 
 @contextmanager
 def watching(
-    observers: Sequence[TurnObserver], turn: TurnRequest, now: Callable[[], float]
+    observers: Sequence[TurnObserver],
+    turn: TurnRequest,
+    now: Callable[[], float],
+    why: Callable[[BaseException], BaseException],
 ) -> Iterator[Watches]:
-    """The turn runs inside; however it ends, its watches are told."""
+    """The turn runs inside; however it ends, its watches are told. `why`: what ended it, by what was raised."""
     watches = Watches([each.opened(turn, now()) for each in observers])
     try:
         yield watches
     except BaseException as error:
-        watches.ended(error, now())
+        watches.ended(why(error), now())
         raise
     watches.ended(None, now())
 

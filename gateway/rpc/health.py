@@ -1,12 +1,13 @@
 """grpc.health.v1 over the state of the rings at the moment of the question.
 
 It decides what is told about "" and our own service: NOT_SERVING while loading, healing or draining. Watches end
-when the server drains, since they would hold it up for ever.
+once the last turn has, since they would hold the server up for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,16 @@ class RingHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gener
         self._names = ("", service)
         self._serving = serving
         self._draining = asyncio.Event()
+        self._over = asyncio.Event()
 
     def drain(self) -> None:
         """NOT_SERVING from now on."""
         self._draining.set()
+
+    def end(self) -> None:
+        """Who watches is told so, and no more."""
+        self._draining.set()
+        self._over.set()
 
     def _state(self, name: str) -> int:
         states = health_pb2.HealthCheckResponse
@@ -43,8 +50,8 @@ class RingHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gener
     async def Watch(self, request: Any, context: Any) -> None:
         told = None
         while True:
-            # Asked before the state: a drain that begins during the write has still to be told.
-            is_last = self._draining.is_set()
+            # Asked before the state: an end that comes during the write has still to be told.
+            is_last = self._over.is_set()
             state = self._state(request.service)
             if state != told:
                 await context.write(health_pb2.HealthCheckResponse(status=state))
@@ -54,8 +61,7 @@ class RingHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gener
             await self._interval()
 
     async def _interval(self) -> None:
-        try:
+        news = self._over if self._draining.is_set() else self._draining
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WATCH_INTERVAL_S):
-                await self._draining.wait()
-        except TimeoutError:
-            return
+                await news.wait()

@@ -5,7 +5,6 @@ The service counts as SERVING while at least one ring takes jobs. It starts no r
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.errors import CannotListen
+from gateway.fronts import LAST_WORDS_S
 from gateway.listening import check_free
 from gateway.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from gateway.rings import RingSet
@@ -83,13 +83,17 @@ async def serve_grpc(
         reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
     address = _bind(server, settings, guard.tls)
     await server.start()
+    left_s = 0.0
     try:
         yield address
-    except BaseException:
+        health.drain()
+        # The port stays open: turns are refused with the reason, and everything else is answered.
+        left_s = await service.drain(settings.drain_s)
+    finally:
         # Whoever is to be gone now has no time for turns; another front may have been draining when that was said.
-        await server.stop(None)
-        raise
-    await _drain(server, health, settings.drain_s)
+        service.end_turns()
+        health.end()
+        await server.stop(max(left_s, LAST_WORDS_S))
 
 
 def _credentials(tls: ServerTls) -> Any:
@@ -113,12 +117,3 @@ def _bind(server: Any, settings: GrpcSettings, tls: ServerTls | None) -> str:
     except RuntimeError as error:
         raise CannotListen(f"cannot listen on {host}:{settings.port}: {error}") from error
     return f"{host}:{port}"
-
-
-async def _drain(server: Any, health: RingHealth, drain_s: float) -> None:
-    try:
-        health.drain()
-        await server.stop(drain_s)
-    except asyncio.CancelledError:
-        await server.stop(None)
-        raise

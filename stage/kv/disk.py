@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 # Files that wait to be written: 200 MB of a small model's nodes in float32, which a disk takes in a second.
 _QUEUE = 128
+# A disk that was full is written to again when so many files fit, or this part of it is free, where that is less.
+_PART = 4
+_AT_LEAST = 2  # files
 # What the last files may take to be written when the stage ends.
 _CLOSE_S = 5.0
 
@@ -309,8 +312,13 @@ class DiskTier:
         if not self._failing:
             return True
         with contextlib.suppress(OSError):
-            return shutil.disk_usage(self._folder).free > _QUEUE * size
+            return shutil.disk_usage(self._folder).free >= self._space_for_more(size)
         return False
+
+    def _space_for_more(self, size: int) -> int:
+        """Bytes, by the size of a file. Raises OSError."""
+        part = shutil.disk_usage(self._folder).total // _PART
+        return max(_AT_LEAST * size, min(_QUEUE * size, part))
 
     def _try(self, path: Path, job: _Job) -> bool:
         try:
@@ -322,13 +330,24 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             if not self._failing:
-                log.warning("stopped writing folder=%s reason=%s", self._folder, error)
+                self._tell_failing(job, error)
             self._failing = True
             return False
         if self._failing:
             log.warning("writing again folder=%s", self._folder)
         self._failing = False
         return True
+
+    def _tell_failing(self, job: _Job, error: OSError) -> None:
+        wanted = 0
+        with contextlib.suppress(OSError):
+            wanted = self._space_for_more(file_bytes(job.node, job.data.nbytes, job.kind))
+        log.warning(
+            "stopped writing folder=%s reason=%s: it goes on once %.1f MiB are free there",
+            self._folder,
+            error,
+            wanted / 2**20,
+        )
 
 
 def _id_of(path: Path) -> NodeId | None:

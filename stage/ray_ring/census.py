@@ -140,7 +140,7 @@ async def end_ring(ring: str, *, force: bool = False) -> RingSight:
 
 async def _take_by_force(ring: str) -> None:
     """A gateway that had its stages taken away makes no new ones."""
-    us = Owner(uuid.uuid4().hex, socket.gethostname(), os.getpid())
+    us = Owner(uuid.uuid4().hex, socket.gethostname(), os.getpid(), role="`ringserve stop --force`")
     for actor in (await asyncio.to_thread(actors_of, ring)).values():
         with contextlib.suppress(RayError, TimeoutError):
             held = await asked(actor, "claim", us, "", within_s=_ANSWER_S)

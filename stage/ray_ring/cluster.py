@@ -12,6 +12,7 @@ import socket
 import ray
 from ray.exceptions import RayError
 
+from stage.ray_ring.news import log_what_ray_says
 from stage.ray_ring.session import object_store_folder, session_parent
 from stage.ray_ring.versions import not_joined
 
@@ -66,6 +67,7 @@ class RayCluster:
     def _connect(self) -> None:
         if ray.is_initialized():
             return
+        log_what_ray_says()
         try:
             if self._address is None:
                 _start_local()

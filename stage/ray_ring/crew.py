@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from coordinator.errors import RingLost, SetupError
+from coordinator.errors import RingLost, RingTaken, SetupError
 from coordinator.ring import ProgressSink, StageProgress
 from stage.actor import CONCURRENT_CALLS, About, LoadFailure, StageActor
-from stage.build import StageReport
+from stage.build import READY, StageReport
 from stage.config import RingConfig
 from stage.lease import Owner
 from stage.placement import Share, Strategy, for_stages, share_of
@@ -41,8 +42,10 @@ log = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 0.2
 # Ray answers within milliseconds; it is not waited for when it is not there any more.
 _REMOVE_S = 5.0
-TAKEN = "it was taken from this gateway, by another one or by `ringserve stop`"
-_NOT_UP = "`ray status` tells whether its node is there, and has room"
+_NOT_UP = (
+    "`ray status` tells whether its node is there, and has room; where it is only busy, start again: "
+    "what it imports is in its memory then"
+)
 # A checkout is on no host's import path by itself.
 _IMPORT_FROM = str(Path(__file__).resolve().parents[2])
 
@@ -58,6 +61,7 @@ class Crew:
         self._config = config
         self._owner = owner
         self.taken = False  # by another gateway: its places are not ours to fill any more
+        self.taker: Owner | None = None  # who, where that is known
         self._made = 0  # actors of this name so far
         self._share: Share = share_of(config)
         self._on_news = on_news
@@ -68,6 +72,11 @@ class Crew:
     def members(self) -> tuple[Member, ...]:
         """In the order of their stages, as leases are taken."""
         return tuple(sorted(self._members, key=lambda member: member.index))
+
+    def taken_away(self) -> RingTaken:
+        """What is said of the ring once it is not ours any more."""
+        by = self.taker or "another one, or by `ringserve stop`"
+        return RingTaken(None, f"it was taken from this gateway, by {by}")
 
     async def place(self) -> tuple[list[int], list[int]]:
         """The stages' bundles, in their order, and the spares'. Raises ClusterTooSmall, at once when the whole
@@ -92,8 +101,9 @@ class Crew:
         """A new actor, which has loaded nothing yet. It waits for its place until the process that had it has ended.
         Raises RingLost.
         """
+        self.taken = self.taken or await self._is_removed()
         if self.taken:
-            raise RingLost(index, TAKEN)
+            raise self.taken_away()
         try:
             actor = self._make_actor(bundle, index)
         except ValueError as error:  # two gateways made one of that name; the next one has another
@@ -141,13 +151,13 @@ class Crew:
                     news, asking = asking.result(), member.call("progress")
                     if news != told:
                         told, told_at = news, time.monotonic()
-                        _tell(news, index, tell)
+                        _tell(news, member, tell)
                 if time.monotonic() - told_at > self._config.load_s:
-                    member.lose(f"did not load further for {self._config.load_s:g} s")
+                    member.lose(_stuck(told, self._config.load_s))
             if isinstance(failure := loading.result(), LoadFailure):
                 raise failure.error(f"{failure.message} (stage {index} on {member.place.host})")
             member.loaded = index
-            _tell(await member.ask("progress", within_s=self._config.call_s), index, tell)
+            _tell(await member.ask("progress", within_s=self._config.call_s), member, tell)
         except RayError as error:
             member.lose(in_a_line(error))
             raise RingLost(index, str(member.loss)) from error
@@ -188,6 +198,13 @@ class Crew:
             except (RayError, TimeoutError) as error:
                 log.warning("kept a placement group reason=%s", type(error).__name__)
 
+    async def _is_removed(self) -> bool:
+        """Whoever ends a ring by hand gives its places back: where no stage was left to tell of it, they do."""
+        if not self._config.detached or self._group is None:
+            return False
+        told = await asyncio.to_thread(placement_group_table, self._group)
+        return bool(told.get("state") == "REMOVED")
+
     def _make_group(self, strategy: Strategy) -> PlacementGroup:
         """Raises SetupError: of two gateways that make a ring at once, one gets the name."""
         share, config = self._share, self._config
@@ -225,7 +242,13 @@ class Crew:
         return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
 
 
-def _tell(news: StageProgress, index: int, tell: ProgressSink) -> None:
-    """What a process says before it has begun names no stage."""
-    if news.stage == index:
-        tell(news)
+def _stuck(told: StageProgress | None, within_s: float) -> str:
+    at = "loading" if told is None else told.note
+    limit = "--load-timeout-s says how long that may take"
+    return f"did not get further for {within_s:g} s, at {at}: {limit}"
+
+
+def _tell(news: StageProgress, member: Member, tell: ProgressSink) -> None:
+    """What a process says before it has begun names no stage. Operators look for it by its number."""
+    if news.stage == member.index:
+        tell(replace(news, note=f"{READY} {member.where}") if news.note == READY else news)

@@ -229,9 +229,10 @@ class _Ours:
         return None
 
 
-async def is_taken(members: Sequence[Member], owner: Owner, within_s: float) -> bool:
-    """Whether another gateway drives them. Nobody is waited for who does not answer."""
-    return await claim_all([_Ours(member, within_s) for member in members], owner) is not None
+async def taken_by(members: Sequence[Member], owner: Owner, within_s: float) -> Owner | None:
+    """The other gateway that drives them, if one does. Nobody is waited for who does not answer."""
+    refused = await claim_all([_Ours(member, within_s) for member in members], owner)
+    return None if refused is None else refused.tenure.owner
 
 
 async def give_back(members: Sequence[Member], owner: Owner, within_s: float) -> None:
@@ -247,9 +248,9 @@ class Keeper:
         owner: Owner,
         members: Callable[[], Iterable[Member]],
         every_s: float,
-        on_taken: Callable[[], None],
+        on_taken: Callable[[Owner | None], None],
     ) -> None:
-        """`on_taken`: another gateway drives the ring now."""
+        """`on_taken`: another gateway drives the ring now; which, where that is known."""
         self._owner = owner
         self._members = members
         self._every_s = every_s
@@ -280,4 +281,11 @@ class Keeper:
         except RayError:
             return  # its probes tell
         if not is_ours:
-            self._on_taken()
+            self._on_taken(await self._holder(member))
+
+    async def _holder(self, member: Member) -> Owner | None:
+        try:
+            about: About = await member.call("about")
+        except RayError:
+            return None
+        return None if about.tenure is None else about.tenure.owner

@@ -17,10 +17,13 @@ from ray.exceptions import RayActorError, RayError
 
 from coordinator.errors import RingLost
 from stage.actor import Place, Probe
+from stage.lease import Owner
 from stage.processes import ProcessHandle, process_space
 
 log = logging.getLogger(__name__)
 
+# Of an actor that has not come up, or was never seen.
+NOWHERE = "pid=None host=None"
 # A killed process ends within milliseconds, unless the kernel has much memory to take back.
 _EXIT_S = 5.0
 # For Ray's own way of ending one: it takes 8 ms, but a stopped process does not hear of it.
@@ -38,6 +41,7 @@ class Member:
         self.loaded: int | None = None  # the stage whose slice it has
         self.loss: str | None = None
         self.taken = False  # somebody else drives it
+        self.taker: Owner | None = None  # who, where that is known
         self.silence: str | None = None  # while a probe is not answered in time
         self.last: Probe | None = None
         self._heard = asyncio.Event()  # while it is not silent
@@ -55,6 +59,12 @@ class Member:
     def place(self) -> Place:
         assert self._place is not None
         return self._place
+
+    @property
+    def where(self) -> str:
+        """As log lines say it."""
+        place = self._place
+        return NOWHERE if place is None else f"pid={place.pid} host={place.host}"
 
     async def settle(self, within_s: float, late: str = "") -> None:
         """Waits until it runs and says where. Raises RingLost, for this reason where it does not in time."""
@@ -116,8 +126,7 @@ class Member:
             return
         self.loss = reason
         self._gone.set_result(None)
-        pid, host = (None, None) if self._place is None else (self._place.pid, self._place.host)
-        log.warning("lost stage=%d pid=%s host=%s reason=%s", self.index, pid, host, reason)
+        log.warning("lost stage=%d %s reason=%s", self.index, self.where, reason)
         self._on_news(self)
 
     async def end(self) -> None:
@@ -169,7 +178,7 @@ class Member:
     async def _live(self) -> None:
         """The call fails when the process dies. It returns only where somebody else drives the stage from now on."""
         try:
-            await self.call("live")
+            self.taker = await self.call("live")
         except RayError as error:
             self.lose(in_a_line(error))
         else:

@@ -22,8 +22,8 @@ from stage.config import RingConfig
 from stage.lease import Owner, Served
 from stage.messages import FrameMessage
 from stage.ray_ring.cluster import RayCluster
-from stage.ray_ring.crew import TAKEN, Crew
-from stage.ray_ring.detached import FoundRing, Keeper, find, give_back, is_taken, owner_here
+from stage.ray_ring.crew import Crew
+from stage.ray_ring.detached import FoundRing, Keeper, find, give_back, owner_here, taken_by
 from stage.ray_ring.member import Member, in_a_line, together
 from stage.ray_ring.seats import Seats
 from stage.ray_ring.wiring import Wiring
@@ -212,7 +212,11 @@ class _Started:
         try:
             return await self._turned(epoch)
         except RingLost as lost:
-            self.replies.fail(lost.stage, lost.reason)
+            if self._crew.taken:
+                # While a stage was waited for, which looked lost.
+                self.replies.end(self._crew.taken_away())
+                raise self._crew.taken_away() from lost
+            self.replies.end(lost)
             raise
         except RayError as error:
             # Of Ray itself, not of a stage.
@@ -254,19 +258,21 @@ class _Started:
     async def _confirm(self) -> None:
         """Nobody is told to rest, and nobody replaced, in a ring that is another gateway's. Raises RingLost."""
         if await self._is_taken(self.seats.members):
-            raise RingLost(None, TAKEN)
+            raise self._crew.taken_away()
 
     async def _is_taken(self, members: Sequence[Member]) -> bool:
         if self._owner is not None and not self._crew.taken:
             living = [member for member in members if member.loss is None]
-            if await is_taken(living, self._owner, self._config.call_s):
-                self._lose_all()
+            held = await taken_by(living, self._owner, self._config.call_s)
+            if held is not None:
+                self._lose_all(held)
         return self._crew.taken
 
-    def _lose_all(self) -> None:
+    def _lose_all(self, taker: Owner | None) -> None:
         """What is being made for a place of the ring would stand in its new gateway's way."""
         self._crew.taken = True
-        self.replies.fail(None, TAKEN)
+        self._crew.taker = self._crew.taker or taker
+        self.replies.end(self._crew.taken_away())
         if self._ceding is None:
             self._ceding = asyncio.create_task(self.seats.stop())
 
@@ -282,7 +288,7 @@ class _Started:
     def _news(self, member: Member) -> None:
         """It is lost, or silent. Either ends the epoch; the next turn tells them apart."""
         if member.taken or self._crew.taken:
-            self._lose_all()
+            self._lose_all(member.taker)
         elif member in self.seats.members:
             self.replies.fail(member.index, str(member.loss or member.silence))
         else:

@@ -16,13 +16,14 @@ from stage.build import StageReport, check_belongs, ring_info
 from stage.config import RingConfig
 from stage.ray_ring.crew import Crew
 from stage.ray_ring.detached import FoundRing
-from stage.ray_ring.member import Member, together
+from stage.ray_ring.member import NOWHERE, Member, together
 from stage.ray_ring.spares import Spares
 
 log = logging.getLogger(__name__)
 
 # Beside what the actor itself waits, for the call to come back.
 _CALL_S = 1.0
+_UNSEEN = "it ended while no gateway drove the ring, or does not answer this one"
 # A machine that was too busy for a probe gets part of a probe's time once more, before a stage is loaded anew.
 _AGAIN = 2
 
@@ -110,6 +111,7 @@ class Seats:
         for seat in self._seats:
             if seat.member is None:
                 seat.bundle = free.pop(0)
+                log.warning("lost stage=%d %s reason=%s", seat.index, NOWHERE, _UNSEEN)
         self.spares.fill(free)
 
     # Healing
@@ -188,12 +190,13 @@ class Seats:
         except BaseException:
             await self._crew.dismiss(member)
             raise
-        log.warning("replaced stage=%d pid=%d", seat.index, member.place.pid)
+        log.warning("replaced stage=%d %s", seat.index, member.where)
         self.replaced += 1
         self._sit(seat, member)
 
     def _sit(self, seat: _Seat, member: Member) -> None:
         seat.member = member
+        log.info("stage=%d %s", seat.index, member.where)
         member.watch(self._config.probe_s, self._config.probe_timeout_s)
 
     def info(self) -> RingInfo:

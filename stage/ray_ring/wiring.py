@@ -7,7 +7,6 @@ turn, so that nothing of an earlier one can arrive. It may not judge what arrive
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +19,10 @@ from coordinator.held import Holding
 from stage.messages import ReplyMessage
 from stage.mirroring import MirrorPlace
 from stage.placement import keeper_shift
+from stage.private_folder import PrivateFolder
 from stage.ray_ring.member import Member, together
 from stage.replies import ReplyQueue
-from stage.transport import Endpoint, Link, Listener, Sender, private_folder
+from stage.transport import Endpoint, Link, Listener, Sender
 
 
 class Wiring:
@@ -33,7 +33,7 @@ class Wiring:
         self._replies = replies
         self._link = Link()
         self._sender: Sender | None = None
-        self._folder: Path | None = None
+        self._folder: PrivateFolder | None = None
 
     @property
     def sender(self) -> Sender:
@@ -103,16 +103,17 @@ class Wiring:
     def _close(self) -> None:
         self._link.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
     def _places(self, members: Sequence[Member]) -> tuple[Sequence[Path | str], Endpoint]:
         """By node, not by host: only what Ray counts as one node surely shares a file system."""
         here = ray.get_runtime_context().get_node_id()
         if all(member.place.node == here for member in members):
             try:
-                folder = self._folder = private_folder()
+                self._folder = PrivateFolder()
             except OSError as error:  # no temporary folder takes any
                 raise RingLost(None, f"no folder for its sockets: {error}") from error
+            folder = self._folder.path
             where = [folder / str(number) for number in range(len(members))]
             return where, self._listen(folder / "replies")
         hosts = [member.place.host for member in members]

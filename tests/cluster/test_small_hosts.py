@@ -133,7 +133,7 @@ async def test_a_ring_without_a_folder_for_its_sockets_says_so_and_may_try_again
 
     here = SimpleNamespace(get_node_id=lambda: "n")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
-    monkeypatch.setattr(wiring, "private_folder", full)
+    monkeypatch.setattr(wiring, "PrivateFolder", full)
     made = wiring.Wiring(1, Epoch(0), ReplyQueue(on_lost=lambda: None))
     member: Any = SimpleNamespace(place=SimpleNamespace(node="n"))
     with pytest.raises(RingLost, match="no folder for its sockets: .* No space left on device"):

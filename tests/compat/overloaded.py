@@ -44,6 +44,7 @@ class Place:
     driver: RingDriver
     service: GenerationService
     metrics: Metrics
+    ring: Any
 
     @property
     def is_idle(self) -> bool:
@@ -66,11 +67,12 @@ async def crowded_place(
     max_rows: int = 8192,
     step_s: float = 0.0,
     request_bytes: int = MOST_BYTES,
+    kind: type[FakeRing] = FakeRing,
     **scheduler: Any,
 ) -> AsyncIterator[Place]:
     """An endless model: an answer is as long as was asked for."""
     settings, clock = SchedulerSettings(**scheduler), SystemClock()
-    ring = FakeRing(2, lanes, max_rows, vocab_size=258, language=MODEL, step_s=step_s)
+    ring = kind(2, lanes, max_rows, vocab_size=258, language=MODEL, step_s=step_s)
     metrics = Metrics("ringserve:", "fake")
     driver = RingDriver("ring-0", ring, settings, clock, observers=(metrics.rings,))
     router = Router([driver], session_limit=64)
@@ -94,7 +96,7 @@ async def crowded_place(
             serve_http(service, http_settings, Sights(metrics=metrics)) as http_address,
             Client(grpc_address) as client,
         ):
-            yield Place(Http(http_address), client, driver, service, metrics)
+            yield Place(Http(http_address), client, driver, service, metrics, ring)
     finally:
         await driver.stop()
 

@@ -138,7 +138,7 @@ ANSWER: tuple[AnswerPart, ...] = (
 def _answering(parts: tuple[AnswerPart, ...], turns: list[TurnRequest]) -> Any:
     """What generate() tells of an answer of these parts; `turns` gets what it was asked."""
 
-    async def generate(turn: TurnRequest) -> AsyncIterator[TurnEvent]:
+    async def generate(turn: TurnRequest, *_: object) -> AsyncIterator[TurnEvent]:
         turns.append(turn)
         yield TurnStarted(100, 90, None, "ring-0", 0, 0)
         for part in parts:

@@ -71,14 +71,23 @@ def prophet(job: int, wake: Callable[[], object], tenant: str = "") -> Drafter:
 
 @dataclass(frozen=True)
 class Served:
-    service: GenerationService
+    router: Router
     sights: Sights
     driver: RingDriver
 
     @asynccontextmanager
     async def http(self, port: int = 0, guard: Guard = OPEN) -> AsyncIterator[str]:
+        """Each time a process's own: a service takes turns until its front drains."""
+        service = GenerationService(
+            "fake-model",
+            self.router,
+            ByteTokenizer(),
+            SystemClock(),
+            random.Random(1),
+            (self.sights.turns,),
+        )
         settings = HttpSettings(port=port, drain_s=1.0)
-        async with serve_http(self.service, settings, self.sights, guard) as address:
+        async with serve_http(service, settings, self.sights, guard) as address:
             yield address
 
 
@@ -91,12 +100,9 @@ async def served(step_s: float = 0.0, row_s: float = 0.0) -> AsyncIterator[Serve
     )  # fmt: skip
     driver = RingDriver("ring-0", ring, SchedulerSettings(), clock, prophet)
     router = Router([driver], session_limit=64)
-    service = GenerationService(
-        "fake-model", router, ByteTokenizer(), clock, random.Random(1), (sights.turns,)
-    )
     await driver.start(sights.loading.sink("ring-0"))
     try:
-        yield Served(service, sights, driver)
+        yield Served(router, sights, driver)
     finally:
         await driver.stop()
 

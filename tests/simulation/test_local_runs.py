@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages that are built anew are as exact as the first ones: to prove it each time would take most of the time."""
-    monkeypatch.setattr(build, "probe_numerics", lambda _: NumericsReport(True, 0.0))
+    monkeypatch.setattr(build, "probe_numerics", lambda *_: NumericsReport(True, 0.0))
 
 
 async def played(made: Rig, seeds: range) -> list[Run]:

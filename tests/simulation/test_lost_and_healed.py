@@ -26,6 +26,7 @@ from fakering.faults import (
     Lose,
     LoseAt,
     Stall,
+    TakeAt,
 )
 from fakering.model import FakeModel
 from fakering.plan import PlannedJob
@@ -245,6 +246,19 @@ def test_a_ring_that_never_heals_ends_its_jobs_and_takes_no_more() -> None:
     assert simulation.scheduler.down is not None
     first, second = simulation.jobs.values()
     assert isinstance(first.error, StageLost)
+    assert isinstance(second.error, RingUnavailable)
+    assert tuple(first.tokens) == first.expected[: len(first.tokens)]
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.05, 0.1, 0.15, 0.3, 30.0])
+@pytest.mark.parametrize("before", [(), (Lose(1, nth=5),), (Stall(1, 5, math.inf),)])
+def test_a_ring_that_was_taken_away_is_not_healed(at_s: float, before: FaultScript) -> None:
+    """Its jobs end at once, and at the latest when the epoch should have opened that a loss before it ended."""
+    simulation = played(two_turns(*before, TakeAt(at_s)))
+    assert simulation.epochs <= len(before)
+    assert simulation.scheduler.down == "another gateway has it (scripted)"
+    first, second = simulation.jobs.values()
+    assert first.finished or isinstance(first.error, StageLost | RingUnavailable)
     assert isinstance(second.error, RingUnavailable)
     assert tuple(first.tokens) == first.expected[: len(first.tokens)]
 

@@ -37,7 +37,7 @@ def test_an_address_that_is_none_is_bad_usage_in_one_line(
     command: tuple[str, ...], address: str
 ) -> None:
     result = CliRunner().invoke(app, [*command, "--ray-address", address])
-    told = f"error: ray_address: must be HOST:PORT as for ray start --address, got {address!r}\n"
+    told = f"error: --ray-address: must be HOST:PORT as for ray start --address, got {address!r}\n"
     assert (result.exit_code, result.output) == (2, told)
 
 

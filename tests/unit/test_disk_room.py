@@ -134,6 +134,7 @@ def test_a_node_that_found_the_queue_full_gets_to_the_disk_when_memory_is_short(
 class FullDisk:
     """Every write fails as on a full disk, until there is space."""
 
+    total = 2**40
     free = property(lambda self: 0 if self.is_full else 2**30)
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +168,27 @@ def test_a_full_disk_is_one_log_line_and_is_left_alone_until_there_is_space(
         assert shelf.flush(10)
         assert [id_ in shelf for id_ in rig.ids(nodes)] == [False] * 5 + [True] * (len(nodes) - 5)
         assert len(caplog.records) == 2
+
+
+def test_a_small_disk_is_written_to_again_as_soon_as_two_files_fit(
+    rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For as many as the queue holds it would never be large enough."""
+    nodes = rig.chain(0, 50, 100)
+    size = rig.file_bytes(nodes[0])
+    full = FullDisk(monkeypatch)
+    full.total = 4 * size
+    with rig.disk() as shelf:
+        store = rig.store(shelf)
+        store.store(0, nodes[:1])
+        assert shelf.flush(10)
+        told = f"it goes on once {2 * size / 2**20:.1f} MiB are free there"
+        assert [told in record.getMessage() for record in caplog.records] == [True]
+        full.is_full = False
+        monkeypatch.setattr(FullDisk, "free", 2 * rig.file_bytes(nodes[1]))
+        store.store(0, nodes[1:])
+        assert shelf.flush(10)
+        assert rig.files() == [rig.file_of(nodes[1])]
 
 
 def test_while_the_disk_fails_the_oldest_node_in_memory_goes_and_is_told(

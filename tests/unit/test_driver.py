@@ -251,6 +251,43 @@ async def test_a_stage_that_hangs_costs_an_epoch_and_no_token() -> None:
     assert tuple(tokens) == _oracle(_PROMPT, 12)
 
 
+async def test_a_ring_that_was_taken_away_is_down_at_once_and_says_who_has_it() -> None:
+    """No attempt is made to heal it: its stages are somebody else's."""
+
+    class Counted(_Unhealable):
+        """Whose openings are counted."""
+
+    clock = VirtualClock()
+    async with _driver(clock, kind=Counted) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=50))
+        await clock.drive(anext(stream))
+        ring = driver._ring
+        assert isinstance(ring, Counted)
+        ring.take_away()
+        with pytest.raises(StageLost, match="the ring was lost: another gateway has it"):
+            await clock.drive(_read(stream))
+        status = driver.status()
+        assert (ring.tried, clock.now() < 5.0) == (0, True)
+        assert (status.recovering, status.reason) == (False, "another gateway has it (scripted)")
+        with pytest.raises(RingUnavailable, match="another gateway has it"):
+            driver.submit(Request(_PROMPT))
+
+
+async def test_a_ring_that_was_taken_away_while_it_healed_is_down_at_the_next_attempt() -> None:
+    clock = VirtualClock()
+
+    class Taken(FakeRing):
+        async def open_epoch(self, epoch: Epoch) -> Holding:
+            self.network.give_away()
+            return await super().open_epoch(epoch)
+
+    async with _driver(clock, Lose(stage=1, nth=3), kind=Taken) as driver:
+        stream = driver.submit(Request(_PROMPT, max_new_tokens=50))
+        with pytest.raises(StageLost, match="another gateway has it"):
+            await clock.drive(_read(stream))
+        assert driver.status().epoch == 1
+
+
 async def test_stopping_ends_every_stream_with_an_error() -> None:
     clock = VirtualClock()
     async with _driver(clock) as driver:

@@ -21,6 +21,7 @@ from coordinator.config import SchedulerSettings
 from coordinator.errors import InvalidSetting, ModelUnusable
 from coordinator.ring import StageProgress
 from gateway.cli.app import app
+from gateway.cli.exits import flag_of
 from gateway.cli.plan_view import _limited
 from gateway.cli.serve import _Interrupts
 from gateway.client import Client
@@ -80,9 +81,9 @@ def test_a_model_that_is_not_there_is_one_clear_line() -> None:
 def test_a_flag_has_a_name_in_the_environment_and_the_flag_wins() -> None:
     flags = ("serve", "fake", "--ring", "fake")
     code, output = ringserve(*flags, RINGSERVE_STAGES="0")
-    assert (code, output) == (2, "error: stages: must be at least 1, got 0\n")
+    assert (code, output) == (2, "error: --stages: must be at least 1, got 0\n")
     code, output = ringserve(*flags, "--stages", "-1", RINGSERVE_STAGES="0")
-    assert output == "error: stages: must be at least 1, got -1\n"
+    assert output == "error: --stages: must be at least 1, got -1\n"
 
 
 def test_help_shows_the_defaults_of_the_settings() -> None:
@@ -216,7 +217,7 @@ async def test_a_second_signal_stops_a_drain_at_once() -> None:
 async def _loading(launch: str) -> asyncio.subprocess.Process:
     """A server whose model does not come; it prints a line when it has begun to wait."""
     script = (
-        "import asyncio, threading, gateway.cli.serve as serve\n"
+        "import asyncio, os, signal, threading, time, gateway.cli.serve as serve\n"
         "from contextlib import asynccontextmanager\n"
         "from gateway.settings import RingKind, ServeSettings\n"
         "@asynccontextmanager\n"
@@ -243,9 +244,61 @@ async def test_a_signal_while_loading_says_interrupted() -> None:
     assert (process.returncode, errors) == (130, b"interrupted\n")
 
 
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "await asyncio.to_thread(lambda: (print('loading', flush=True), time.sleep(60)))",
+        "print('loading', flush=True); [time.sleep(0.01) for _ in range(6000)]",
+    ],
+)
+async def test_a_signal_ends_it_whatever_is_imported_or_keeps_the_event_loop(launch: str) -> None:
+    process = await _loading(launch)
+    process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(20):
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (130, b"interrupted\n")
+
+
+async def test_what_rays_handler_leaves_behind_does_not_abort_the_end() -> None:
+    """It sets an alarm that does, and hands the signal on."""
+    process = await _loading(
+        "ours = signal.getsignal(signal.SIGTERM); "
+        "signal.signal(signal.SIGALRM, lambda *_: os.abort()); "
+        "signal.signal(signal.SIGTERM, lambda *a: (signal.setitimer(signal.ITIMER_REAL, 0.3), ours(*a))); "
+        "print('loading', flush=True); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    try: await asyncio.Event().wait()\n"
+        "    finally: await asyncio.sleep(0.7)"
+    )
+    async with asyncio.timeout(20):
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (130, b"interrupted\n")
+
+
+async def test_an_interruption_of_the_imports_is_one_line() -> None:
+    """Before there is a command line that could say so."""
+    script = (
+        "import sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            print('importing', flush=True); time.sleep(60)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from gateway.cli.entry import main; main()\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    async with asyncio.timeout(20):
+        _, errors = await process.communicate()
+    assert (process.returncode, errors) == (130, b"interrupted\n")
+
+
 async def test_a_handler_that_somebody_sets_while_it_serves_does_not_stay() -> None:
     """Ray's core sets its own whenever it starts, as with a ring that is added behind the last one."""
-    with _Interrupts() as interrupts:
+    with _Interrupts(print) as interrupts:
         interrupts.drain_from_now()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN)
@@ -282,6 +335,31 @@ def test_a_plan_says_whose_limit_it_is() -> None:
     tight = plan_footprint(model, 1, 1, None, (400 * 2**20,))
     assert _limited(plan.rows_that_fit, plan) == "8192 (the model's limit)"
     assert "the memory's limit" in _limited(tight.rows_that_fit, tight)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--request-bytes", "1M"),
+        ("--drafts", "64"),
+        ("--heal-attempts", "0"),
+        ("--probe-timeout-s", "-1"),
+        ("--spare", "2000"),
+        ("--drain-s", "-1"),
+        ("--http-port", "70000"),
+    ],
+)
+def test_what_a_flag_cannot_be_is_said_of_the_flag(flag: str, value: str) -> None:
+    code, output = ringserve("serve", "fake", "--ring", "fake", flag, value)
+    assert code == 2
+    assert output.startswith(f"error: {flag}: must ")
+    assert output.count("\n") == 1
+
+
+def test_a_setting_without_a_flag_keeps_its_name() -> None:
+    assert flag_of("queue_limit") == "--queue-limit"
+    assert flag_of("address") == "--address"
+    assert flag_of("chunk_rows") == "chunk_rows"
 
 
 def test_settings_refuse_what_cannot_be() -> None:

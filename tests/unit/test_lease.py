@@ -129,7 +129,10 @@ def test_a_new_owner_ends_all_turns_of_the_one_before() -> None:
 def test_the_call_that_waits_for_a_stages_death_comes_back_to_a_gateway_that_lost_it() -> None:
     tenancy = Tenancy(LEASE_S, Runner(), now=lambda: 0.0)
     assert tenancy.claim(ONE) is None
-    waiting = [Thread(target=tenancy.wait, daemon=True) for _ in range(2)]
+    successors: list[Owner] = []
+    waiting = [
+        Thread(target=lambda: successors.append(tenancy.wait()), daemon=True) for _ in range(2)
+    ]
     for thread in waiting:
         thread.start()
     assert tenancy.claim(TWO) is not None
@@ -140,6 +143,7 @@ def test_the_call_that_waits_for_a_stages_death_comes_back_to_a_gateway_that_los
     for thread in waiting:
         thread.join(5.0)
         assert not thread.is_alive()
+    assert successors == [TWO, TWO]
 
 
 def test_a_process_is_gone_only_where_that_can_be_known() -> None:

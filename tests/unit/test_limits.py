@@ -10,9 +10,10 @@ from coordinator.errors import ContextTooLong, InvalidValue
 from coordinator.requests import SamplingSpec, SessionId
 from gateway import limits
 from gateway.chat.messages import Message, Tool, ToolCall
+from gateway.http.errors import message_of
 from gateway.pb import generation_pb2 as pb
 from gateway.rpc import convert
-from gateway.turns import ChatPrompt, TextPrompt, TurnRequest
+from gateway.turns import ChatPrompt, TextPrompt, TokenPrompt, TurnRequest
 
 ASK = pb.ChatMessage(role="user")
 HELLO = TurnRequest(TextPrompt("hello"))
@@ -91,6 +92,12 @@ LONG_PROMPTS = [
 
 @pytest.mark.parametrize("prompt", LONG_PROMPTS)
 def test_every_letter_of_a_prompt_counts(prompt: ChatPrompt | TextPrompt) -> None:
-    with pytest.raises(ContextTooLong):
+    with pytest.raises(ContextTooLong, match="prompt has at least ") as refused:
         limits.check_prompt(prompt, 100)
+    assert "but the prompt has at least " in message_of(refused.value)
     limits.check_prompt(prompt, 1_000)
+
+
+def test_ids_are_counted() -> None:
+    with pytest.raises(ContextTooLong, match="prompt has 9 tokens"):
+        limits.check_prompt(TokenPrompt((1,) * 9), 8)

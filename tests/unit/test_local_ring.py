@@ -24,6 +24,7 @@ from coordinator.frames import (
 )
 from coordinator.prefixes import digest_of
 from coordinator.requests import GREEDY
+from coordinator.ring import StageProgress
 from stage import build
 from stage.build import StageReport, build_stage, ring_info
 from stage.config import RingConfig
@@ -82,11 +83,26 @@ def test_a_fingerprint_tells_weights_apart_but_not_folders(
     assert fingerprint(copy) != fingerprint(tiny_model)
 
 
+@pytest.mark.parametrize("numerics", ["auto", "fast"])
+async def test_a_load_tells_that_it_gets_on_with_what_it_really_does(
+    tiny_model: Path, numerics: str
+) -> None:
+    told: list[StageProgress] = []
+    ring = LocalRing(config(tiny_model, numerics=numerics))
+    await ring.start(told.append)
+    await ring.stop()
+    first = [each for each in told if each.stage == 0]
+    probed = [each.steps for each in first if each.note == "probing numerics"]
+    assert probed == list(range(len(probed)))
+    assert (len(probed) > 5) == (numerics == "auto")
+    assert [each.note for each in first][-1] == "ready"
+
+
 @pytest.mark.parametrize(("numerics", "refused"), [("exact", True), ("auto", False)])
 async def test_exact_numerics_are_had_or_the_ring_does_not_start(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, numerics: str, refused: bool
 ) -> None:
-    monkeypatch.setattr(build, "probe_numerics", lambda _: NumericsReport(False, 0.5))
+    monkeypatch.setattr(build, "probe_numerics", lambda *_: NumericsReport(False, 0.5))
     ring = LocalRing(config(tiny_model, numerics=numerics))
     before = stage_threads()
     if refused:

@@ -14,7 +14,15 @@ import pytest
 from coordinator.clock import SystemClock
 from coordinator.config import SchedulerSettings
 from coordinator.driver import RingDriver
-from coordinator.errors import Cancelled, ContextTooLong, DeadlineExceeded, InvalidValue
+from coordinator.errors import (
+    Cancelled,
+    ContextTooLong,
+    DeadlineExceeded,
+    InvalidValue,
+    QueueFull,
+    ServerEnded,
+    Shed,
+)
 from coordinator.requests import GREEDY, SessionId
 from coordinator.router import Router
 from fakering.model import FakeModel
@@ -156,3 +164,34 @@ async def test_a_stop_string_tells_the_coordinators_own_times_and_drafts() -> No
     # Two stages need 1 ms each for the prompt.
     assert cut.timings.prefill_s >= 0.002 > cut.timings.queue_s
     assert cut.timings.decode_s > 0
+
+
+async def test_whatever_is_turned_away_unread_is_told_of() -> None:
+    """Not only turns: what counts tokens waits in the same line."""
+    async with house() as it:
+        told: list[Shed] = []
+        it.service.intake.told = told.append
+        it.service._workers._may_wait = 0
+        for asked in (
+            it.service.count_tokens(TextPrompt("abc")),
+            it.service.tokenize(TextPrompt("abc")),
+            it.service.detokenize((1, 2)),
+            it.service.pin_prefix(TextPrompt("abc")),
+            it.service.converted(10**6, str),
+        ):
+            with pytest.raises(QueueFull):
+                await asked
+        assert told == [Shed.READING] * 5
+
+
+async def test_a_turn_that_is_being_read_when_the_server_ends_is_told_so() -> None:
+    async with house() as it:
+        it.service._prepare._tokenizer = held = _Held()
+        turn = asyncio.create_task(it.run(TurnRequest(TextPrompt("abc"), session=S)))
+        await asyncio.to_thread(held.asked.wait)
+        async with asyncio.timeout(5):
+            await it.service.drain(0.0)
+            with pytest.raises(ServerEnded):
+                await turn
+        held.may.set()
+        assert not it.service.open_turns

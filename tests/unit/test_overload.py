@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from coordinator.frames import Epoch
 from coordinator.held import Holding
 from coordinator.overload import Gate, Healing, clamped
 from coordinator.requests import Request, SessionId
+from coordinator.ring import ProgressSink, RingHealth, RingInfo
 from coordinator.router import Router
 from coordinator.streams import JobStream
 from fakering.clock import VirtualClock
@@ -199,6 +202,45 @@ def test_a_healing_takes_as_long_as_the_last_one_or_half_as_long_again() -> None
     assert healing.left_s(105.0) == 15.0
     assert healing.left_s(130.0) == 15.0
     assert (clamped(0.2), clamped(20.0), clamped(900.0)) == (1.0, 20.0, 60.0)
+
+
+@pytest.mark.parametrize(("spares", "back_s"), [(0, 40.0), (1, 5.0)])
+async def test_a_first_healing_is_expected_to_take_as_long_as_the_loading_did(
+    spares: int, back_s: float
+) -> None:
+    """But where a loaded process waits."""
+    clock, gate = VirtualClock(), asyncio.Event()
+
+    class Loads(FakeRing):
+        async def start(self, progress: ProgressSink) -> RingInfo:
+            await gate.wait()
+            return await super().start(progress)
+
+        def health(self) -> RingHealth:
+            return replace(super().health(), spares=spares)
+
+        async def open_epoch(self, epoch: Epoch) -> Holding:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    kinds: Any = {"vocab_size": 90, "clock": clock, "faults": (Lose(stage=0, nth=2),)}
+    driver = RingDriver("ring-0", Loads(1, 1, 64, **kinds), SchedulerSettings(), clock)
+    router = Router((driver,), session_limit=1)
+    assert router.back_s == 5.0
+    starting = asyncio.create_task(driver.start(lambda progress: None))
+    await asyncio.sleep(0)
+    assert router.back_s == 5.0
+    clock.advance(40.0)
+    assert router.back_s == 20.0, "it takes longer, and nobody knows how long"
+    gate.set()
+    await starting
+    driver.submit(asked(1, 8, answer=9))
+    for _ in range(200):
+        clock.advance(0.001)
+        await clock.settle()
+    assert driver.status().recovering
+    assert back_s - 0.3 < router.back_s <= back_s
+    await driver.stop()
 
 
 async def test_while_a_ring_heals_turns_are_told_when_it_will_be_back() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -58,9 +60,11 @@ def _guarded(_: bytes, context: grpc.ServicerContext) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def no_ray_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_AUTH_MODE", "RAY_USE_TLS"):
+def no_ray_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # put back behind the test, whatever it becomes
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 def _refusal(address: str) -> str:
@@ -93,9 +97,32 @@ def test_a_ray_that_answers_may_be_joined() -> None:
 
 def test_a_missing_token_is_named_and_none_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with _grpc(_guarded) as address:
-        assert "RAY_AUTH_MODE=token" in _refusal(address)
+        assert "asks for a token: put its ~/.ray/auth_token on this" in _refusal(address)
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
         check_ray(address)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        assert _refusal(address).endswith("RAY_AUTH_MODE=disabled is set here; unset it")
+
+
+@pytest.mark.parametrize("where", ["home", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_of_this_machine_is_used_where_one_is_asked_for(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A head that was started where a token lies asks for it, whatever the shell says."""
+    file = tmp_path / ".ray" / "auth_token"
+    file.parent.mkdir()
+    if where == "RAY_AUTH_TOKEN":
+        monkeypatch.setenv(where, "t" * 64)
+    else:
+        file.write_text("t" * 64)
+    if where == "RAY_AUTH_TOKEN_PATH":
+        monkeypatch.setenv(where, str(file.rename(tmp_path / "token")))
+    with _grpc(lambda _, __: b"") as address:
+        check_ray(address)
+    assert os.environ["RAY_AUTH_MODE"] == ""
+    with _grpc(_guarded) as address:
+        check_ray(address)
+    assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 def test_a_ray_with_tls_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,14 +164,14 @@ def test_no_key_is_in_what_is_printed_of_the_settings() -> None:
 @pytest.mark.parametrize(
     ("arguments", "about"),
     [
-        (("--host", "0.0.0.0"), "host"),
-        (("--tls-cert", "absent.pem", "--tls-key", "absent.key"), "tls_cert"),
-        (("--tls-cert", "absent.pem"), "tls_key"),
-        (("--api-key-file", "absent"), "api_key_file"),
-        (("--api-key", ""), "api_key"),
-        (("--isolate-keys",), "isolate_keys"),
-        (("--api-key", "alice sk-1", "--operators", "bob"), "operators"),
-        (("--api-key", "alice sk-1, alice sk-2"), "api_key"),
+        (("--host", "0.0.0.0"), "--host"),
+        (("--tls-cert", "absent.pem", "--tls-key", "absent.key"), "--tls-cert"),
+        (("--tls-cert", "absent.pem"), "--tls-key"),
+        (("--api-key-file", "absent"), "--api-key-file"),
+        (("--api-key", ""), "--api-key"),
+        (("--isolate-keys",), "--isolate-keys"),
+        (("--api-key", "alice sk-1", "--operators", "bob"), "--operators"),
+        (("--api-key", "alice sk-1, alice sk-2"), "--api-key"),
     ],
 )
 def test_serve_says_in_one_line_what_is_wrong_before_it_looks_for_the_model(

@@ -32,6 +32,7 @@ class Actor:
         self.loss: str | None = None
         self.holds: int | None = None  # a stage, with its disk
         self.place = Place("node", "host", pid, "space")
+        self.where = f"pid={pid} host=host"
         self._crew = crew
 
     def watch(self, probe_s: float, timeout_s: float) -> None: ...
@@ -267,12 +268,16 @@ async def test_a_spare_that_dies_is_replaced_where_it_was(stand: Stand) -> None:
     assert sorted(actor.bundle for actor in stand.crew.here) == [0, 1, 2, 3, 4]
 
 
-async def test_one_that_was_loading_when_its_gateway_died_gives_an_empty_seat_its_place() -> None:
+async def test_one_that_was_loading_when_its_gateway_died_gives_an_empty_seat_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """As it is found where stage 0 was being replaced; every place is taken."""
     stand = Stand()
     found = [(0, 0, False), (1, 1, True), (2, 2, True), (3, 2, False), (4, 1, False)]
     await stand.seats.adopt(cast("Any", found))
     assert len(stand.seats.spares) == 2
+    lost = [each.getMessage() for each in caplog.records if "lost stage" in each.getMessage()]
+    assert [line.partition(" reason=")[0] for line in lost] == ["lost stage=0 pid=None host=None"]
     await stand.heal()
     await stand.settled()
     assert len(stand.pids) == 3

@@ -32,7 +32,7 @@ def error_body(kind: str, message: str, request_id: str) -> dict[str, Any]:
 
 def _message(error: BaseException) -> str:
     if isinstance(error, errors.ContextTooLong):
-        # Claude Code shortens its conversation at these words, and reads both numbers.
+        # Claude Code shortens its conversation at these words, and reads both numbers: nothing may stand between.
         return f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
     return message_of(error)
 
