@@ -130,14 +130,14 @@ def test_only_processes_can_be_spared() -> None:
 def test_an_impossible_wait_is_bad_usage(flags: tuple[str, str]) -> None:
     result = CliRunner().invoke(app, ["serve", "fake", "--ring", "fake", *flags])
     assert (result.exit_code, "Traceback" in result.output) == (2, False)
-    assert flags[0].strip("-").replace("-", "_") in result.output
+    assert f"error: {flags[0]}: " in result.output
 
 
 def test_a_variable_is_as_good_as_a_flag() -> None:
     command, environment = ["serve", "fake"], {"RINGSERVE_PROBE_TIMEOUT_S": "nan"}
     result = CliRunner().invoke(app, command, env=environment)
     assert result.exit_code == 2
-    assert "probe_timeout_s" in result.output
+    assert "error: --probe-timeout-s: " in result.output
 
 
 def test_what_an_operator_set_reaches_the_rings(monkeypatch: pytest.MonkeyPatch) -> None:
