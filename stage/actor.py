@@ -1,7 +1,7 @@
 """The Ray actor around one stage.
 
 Decides nothing of its own but its end, once nobody probes it any more, or its node's raylet is gone. It loads a slice,
-makes a stage of it, and has its loop run in the thread that Ray gives to `run`. Other methods come in other threads.
+makes a stage of it, and has its loop run, both in one thread of its own. Its methods come in any of Ray's threads.
 Ray carries these calls only, never a frame. A call that belongs to a wiring of the ring carries its turn.
 """
 
@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -24,6 +25,7 @@ from coordinator.frames import PROTOCOL_VERSION, Epoch, LaneId
 from coordinator.held import Holding
 from coordinator.ring import StageProgress
 from stage.build import LoadedSlice, StageReport, load_stage, open_stage
+from stage.compute_thread import ComputeThread
 from stage.config import RingConfig
 from stage.kv.outbox import Outbox
 from stage.lease import Owner, Tenure
@@ -108,6 +110,7 @@ class StageActor:
         self._mirror: Mirror | None = None
         self._news = News()
         self._news.listen()
+        self._compute = ComputeThread()
         self._runner = Runner()
         self._tenancy = Tenancy(config.lease_s, self._runner)
         if owner is not None:
@@ -152,7 +155,9 @@ class StageActor:
         # Ray shows a process its own GPU only.
         device = "cuda:0" if self._config.device == "cuda" else "cpu"
         try:
-            self._loaded = load_stage(self._config, index, device, self._note, stages_here)
+            self._loaded = self._compute.call(
+                partial(load_stage, self._config, index, device, self._note, stages_here)
+            )
         except SetupError as error:
             return LoadFailure(type(error), str(error))
         finally:
@@ -229,7 +234,7 @@ class StageActor:
             self._ready().open_epoch(epoch, held)
 
     def run(self, turn: int) -> LoopEnd:
-        return self._runner.run(turn, self._ready())
+        return self._compute.call(partial(self._runner.run, turn, self._ready()))
 
     def end(self, turn: int, within_s: float) -> None:
         """What is to outlive the stage reaches the disk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,12 @@ class StormOptions:
     patience: Patience = field(default_factory=Patience)
     soak: Path | None = None  # what all processes take goes there
     plot: Path | None = None  # and a picture of it there
+
+    def spell(self, stages: int) -> int | None:
+        """How many faults in a row strike one stage: in a soak the others are to live for long, through many epochs."""
+        if self.soak is None or self.minutes is None:
+            return None
+        return max(1, math.ceil(60 * self.minutes / self.every_s / stages))
 
     def __post_init__(self) -> None:
         for name in ("streams", "kills", "minutes", "every_s"):

@@ -37,6 +37,8 @@ def weight(pid: int) -> Weight | None:
         process = psutil.Process(pid)
         with process.oneshot():
             memory = process.memory_full_info()
+            if not memory.uss:
+                return None  # a zombie, whose memory has gone already
             return Weight(memory.rss, memory.uss, process.num_fds(), process.num_threads())
     except psutil.Error:
         return None

@@ -50,7 +50,8 @@ class RingStorm:
 
     async def blow(self) -> None:
         faults, begin_s = self._faults, time.perf_counter()
-        for planned in storm(self._options.seed, faults, self._stages):
+        spell = self._options.spell(self._stages)
+        for planned in storm(self._options.seed, faults, self._stages, spell):
             # However late it is: what one fault did should not be taken for another's.
             due_s = begin_s + planned.number * self._options.every_s
             calm_s = self._options.patience.calm_s

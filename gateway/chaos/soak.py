@@ -1,7 +1,8 @@
 """What the processes and the rings take while a storm goes on, every ten seconds, and whether any of it grows.
 
 Decides what is looked at, and under which role: a stage's replacement goes on with its series. A role that several
-processes had counts each of them once, since a new one begins small again. The rule is flat.py's.
+processes had is judged by the one that lived longest; where none lived for long, each counts once, since a new one
+begins small again. The rule is flat.py's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _PIECES = Allowance(few=4.0)
 # Allocators hold back some MiB, now more, now less; half a MiB a minute is 700 MiB a day.
 _MEMORY = Allowance(few=8.0, a_minute=0.5)
 _MIB = 2**20
+# Looks, five minutes: a process that lived through them says more than how large its likes were.
+_LONG_LIFE = 30
 _MOST_LANES = 1 << 16
 GATEWAY = "gateway"
 
@@ -146,15 +149,13 @@ def _growths(role: str, looks: Sequence[Looked]) -> Iterator[Growth | None]:
 
 
 def _points(values: Sequence[tuple[Looked, float]]) -> tuple[list[float], list[float]]:
-    """Times and values: each look of a role that one process had, or the middle of each process."""
+    """Times and values: each look of the process that had the role for longest, or the middle of each."""
     lives = defaultdict[int, list[tuple[float, float]]](list)
     for each, value in values:
         lives[each.pid].append((each.at_s, value))
-    points = (
-        next(iter(lives.values()))
-        if len(lives) == 1
-        else [_middle(life) for life in lives.values()]
-    )
+    longest = max(lives.values(), key=len)
+    is_judged = len(lives) == 1 or len(longest) >= _LONG_LIFE
+    points = longest if is_judged else [_middle(life) for life in lives.values()]
     return [at_s for at_s, _ in points], [value for _, value in points]
 
 

@@ -80,9 +80,15 @@ class Planned:
         return f"{self.fault} of stage {self.stage} in {self.moment}"
 
 
-def storm(seed: int, faults: Sequence[Fault], stages: int) -> Iterator[Planned]:
-    """Round after round; in each one every fault strikes once, in an order of its own. It never ends."""
+def storm(
+    seed: int, faults: Sequence[Fault], stages: int, spell: int | None = None
+) -> Iterator[Planned]:
+    """Round after round; in each one every fault strikes once, in an order of its own. It never ends.
+
+    `spell`: how many faults in a row strike one stage, before the next one's turn; None: any stage, each time.
+    """
     dice = random.Random(f"storm/{seed}")
+    first = 0 if spell is None else dice.randrange(stages)
     number = 0
     while True:
         for fault in dice.sample(list(faults), len(faults)):
@@ -90,7 +96,9 @@ def storm(seed: int, faults: Sequence[Fault], stages: int) -> Iterator[Planned]:
                 number=number,
                 fault=fault,
                 moment=fault.moment or dice.choice(_ANY_MOMENT),
-                stage=dice.randrange(stages),
+                stage=dice.randrange(stages)
+                if spell is None
+                else (first + number // spell) % stages,
                 depth=dice.random(),
                 lasts_s=dice.uniform(_SHORTEST_S, _LONGEST_S),
                 dice=dice.randrange(1 << 32),

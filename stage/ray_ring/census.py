@@ -99,11 +99,7 @@ def group_of(ring: str) -> PlacementGroup | None:
 
 async def asked(actor: Any, method: str, *arguments: object, within_s: float) -> Any:
     """Raises RayError, or TimeoutError."""
-
-    async def answer() -> Any:
-        return await getattr(actor, method).remote(*arguments)
-
-    return await asyncio.wait_for(answer(), within_s)
+    return await asyncio.wait_for(getattr(actor, method).remote(*arguments), within_s)
 
 
 async def rings() -> tuple[RingSight, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -53,7 +53,7 @@ async def check_versions(nodes: Collection[str], import_from: str, within_s: flo
     for node, answer in asking.items():
         host = hosts.get(node, node)
         try:
-            theirs = await asyncio.wait_for(_answer(answer), within_s)
+            theirs = await asyncio.wait_for(answer, within_s)
         except (RayError, TimeoutError) as error:
             lines = str(error).strip().splitlines()
             why = lines[-1] if lines else f"no answer within {within_s:g} s"
@@ -101,7 +101,3 @@ def _teller() -> Callable[[], dict[str, str]]:
         return told
 
     return tell
-
-
-async def _answer(reference: Awaitable[Any]) -> Any:
-    return await reference

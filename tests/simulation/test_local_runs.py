@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from fakering.faults import Drop
 from fakering.plan import PlannedJob
@@ -60,37 +59,10 @@ async def test_random_turns_and_faults_never_change_a_token_of_a_real_ring(
         check_worth(await played(made, range(20)))
 
 
-@pytest.fixture(scope="module")
-def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three layers with a recurrent state before one with attention."""
-    transformers.set_seed(3)
-    config = transformers.Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        eos_token_id=None,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_conv_kernel_dim=4,
-        layer_types=[*["linear_attention"] * 3, "full_attention"],
-    )
-    folder = tmp_path_factory.mktemp("hybrid")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("proven")
-async def test_recurrent_states_outlive_epochs_as_rows_do(hybrid_model: Path) -> None:
-    async with rig(hybrid_model, TWO, VOCABULARY) as made:
+async def test_recurrent_states_outlive_epochs_as_rows_do(tiny_hybrid: Path) -> None:
+    async with rig(tiny_hybrid, TWO, VOCABULARY) as made:
         assert made.ring.capacity().state_rows > 0
         check_worth(await played(made, range(6)))
 
@@ -109,8 +81,8 @@ async def test_200_runs_on_rings_of_threads(
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("proven")
-async def test_100_runs_with_recurrent_layers(hybrid_model: Path) -> None:
-    async with rig(hybrid_model, TWO, VOCABULARY) as made:
+async def test_100_runs_with_recurrent_layers(tiny_hybrid: Path) -> None:
+    async with rig(tiny_hybrid, TWO, VOCABULARY) as made:
         check_worth(await played(made, range(100)))
 
 

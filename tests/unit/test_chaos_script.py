@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from coordinator.errors import InvalidSetting
 from coordinator.requests import GREEDY
+from gateway.chaos.options import StormOptions
 from gateway.chaos.storm import KILLS, Act, Fault, Moment, parse_faults, storm
 from gateway.chaos.traffic import Ask, Chatter, Kind, Shape, Talk
 
@@ -50,6 +52,15 @@ def test_in_each_round_every_fault_strikes_once_and_stages_take_turns() -> None:
         assert {each.fault for each in planned[begin : begin + len(KILLS)]} == set(KILLS)
     assert {each.stage for each in planned} == {0, 1, 2}
     assert all(0 <= each.depth < 1 for each in planned)
+
+
+def test_in_a_soak_the_faults_stay_with_one_stage_so_that_the_others_live_for_long() -> None:
+    soak = StormOptions(minutes=30, every_s=60, soak=Path("soak.json"))
+    spell = soak.spell(2)
+    assert spell == 15
+    stages = [each.stage for each in islice(storm(4, KILLS, 2, spell), 60)]
+    assert stages == [stages[0]] * 15 + [1 - stages[0]] * 15 + stages[:30]
+    assert StormOptions(minutes=30, every_s=60).spell(2) is None
 
 
 def test_a_kill_has_the_moment_of_its_name_and_what_has_none_gets_one() -> None:

@@ -95,6 +95,21 @@ def test_replacements_that_are_larger_each_time_are_found() -> None:
     assert grows(soaked(lambda at, dice: 380 + 2 * (at // 2) * LEAK + swings(dice), life=2))
 
 
+def test_a_survivor_that_grows_with_each_kill_of_its_neighbour_is_found() -> None:
+    """Each look is one of fifteen minutes of one process, behind fifteen minutes of processes that lived for one."""
+
+    def pid_of(at: float) -> int:
+        return int(at) if at < 15 else 99
+
+    soak, dice = Soak(cast("Router", None), []), random.Random(3)
+    for look in range(180):
+        at = look / 6
+        age = at % 1 if at < 15 else at - 15
+        weight = Weight(0, int((1000 + 60 * int(age) + swings(dice)) * MIB), 50, 30)
+        soak.processes.append(Looked(10.0 * look, GATEWAY, pid_of(at), weight))
+    assert grows(soak) == {"MiB of memory"}
+
+
 def test_a_descriptor_for_each_kill_is_found_and_some_that_come_and_go_are_not() -> None:
     def calm(_: float, __: random.Random) -> float:
         return 400.0

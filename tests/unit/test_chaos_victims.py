@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -93,6 +94,8 @@ def test_a_killed_process_has_ended_and_weighs_nothing(
     assert before.threads >= 1
     assert not has_ended(writer.pid)
     assert victims.kill(1) == writer.pid
+    os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
+    assert weight(writer.pid) is None, "a zombie has no memory left, and is no small process"
     writer.wait(timeout=5.0)
     assert has_ended(writer.pid)
     assert weight(writer.pid) is None
