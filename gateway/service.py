@@ -142,6 +142,11 @@ class GenerationService:
             self.end_turns()
         return max(0.0, until - clock())
 
+    def check_open(self) -> None:
+        """Raises RingUnavailable once it drains."""
+        if self.draining:
+            raise RingUnavailable("the server is draining")
+
     def end_turns(self) -> None:
         """At once, and for good: who reads them is told that the server has ended."""
         self.draining = True
@@ -229,8 +234,7 @@ class GenerationService:
             ) as watch,
             metered(self._quotas, turn) as meter,
         ):
-            if self.draining:
-                raise RingUnavailable("the server is draining")
+            self.check_open()
             async with aclosing(self._generated(turn, open_turn)) as events:
                 async for event in events:
                     meter.told(event)

@@ -22,7 +22,8 @@ from gateway.cli.cache import app as cache_app
 from gateway.cli.chaos import chaos
 from gateway.cli.chat_options import ChatOptions
 from gateway.cli.detached import drain, ps, stop
-from gateway.cli.exits import INTERRUPTED, fail
+from gateway.cli.entry import INTERRUPTED
+from gateway.cli.exits import fail
 from gateway.cli.flags import (
     ApiKeyFile,
     ApiKeys,

@@ -19,7 +19,7 @@ from rich.console import Console
 from coordinator.requests import SamplingSpec, SessionId
 from gateway.chat.messages import Message
 from gateway.cli.chat_options import ChatOptions
-from gateway.cli.exits import INTERRUPTED
+from gateway.cli.entry import INTERRUPTED
 from gateway.client import Client, client_of, error_info
 from gateway.server_address import ServerAddress
 from gateway.turns import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
 
 
 def main() -> None:
@@ -17,5 +17,5 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()
-        os._exit(_INTERRUPTED)
+        os._exit(INTERRUPTED)
     app.main()

@@ -10,7 +10,6 @@ from typer.models import OptionInfo
 
 from coordinator.errors import InvalidSetting, SetupError
 
-INTERRUPTED = 130
 # Settings that are called otherwise than their flags.
 _FLAGS = {"max_drafts": "drafts"}
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from gateway.cli.exits import INTERRUPTED
+from gateway.cli.entry import INTERRUPTED
 from gateway.cli.output import lasting_output
 from gateway.deadlines import deadlines_line
 from gateway.launch import Running, launch

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from coordinator.errors import InvalidApiKey, RequestTooLarge, RingUnavailable
+from coordinator.errors import InvalidApiKey, RequestTooLarge
 from gateway.errors import is_internal
 from gateway.http.asker import Asker
 from gateway.http.errors import CLIENT_CLOSED, Dialect, error_response, request_id_headers
@@ -72,8 +72,7 @@ class Front:
             caller = self._guard.caller(request.headers.items())
             session = request.headers.get("x-session-id") or None
             request.state.asker = Asker(session, caller.name, caller.tenant)
-            if self.service.draining:
-                raise RingUnavailable("the server is draining")
+            self.service.check_open()
             return await handler(request)
 
         return checked

@@ -312,13 +312,9 @@ class DiskTier:
         if not self._failing:
             return True
         with contextlib.suppress(OSError):
-            return shutil.disk_usage(self._folder).free >= self._space_for_more(size)
+            usage = shutil.disk_usage(self._folder)
+            return usage.free >= _space_for_more(size, usage.total)
         return False
-
-    def _space_for_more(self, size: int) -> int:
-        """Bytes, by the size of a file. Raises OSError."""
-        part = shutil.disk_usage(self._folder).total // _PART
-        return max(_AT_LEAST * size, min(_QUEUE * size, part))
 
     def _try(self, path: Path, job: _Job) -> bool:
         try:
@@ -341,13 +337,19 @@ class DiskTier:
     def _tell_failing(self, job: _Job, error: OSError) -> None:
         wanted = 0
         with contextlib.suppress(OSError):
-            wanted = self._space_for_more(file_bytes(job.node, job.data.nbytes, job.kind))
+            size = file_bytes(job.node, job.data.nbytes, job.kind)
+            wanted = _space_for_more(size, shutil.disk_usage(self._folder).total)
         log.warning(
             "stopped writing folder=%s reason=%s: it goes on once %.1f MiB are free there",
             self._folder,
             error,
             wanted / 2**20,
         )
+
+
+def _space_for_more(size: int, total: int) -> int:
+    """Bytes that are to be free again, by those of a file and of the whole disk."""
+    return max(_AT_LEAST * size, min(_QUEUE * size, total // _PART))
 
 
 def _id_of(path: Path) -> NodeId | None:

@@ -40,8 +40,7 @@ class Member:
         self.index = 0  # of the stage that it is for
         self.loaded: int | None = None  # the stage whose slice it has
         self.loss: str | None = None
-        self.taken = False  # somebody else drives it
-        self.taker: Owner | None = None  # who, where that is known
+        self.taker: Owner | None = None  # who drives it, once that is somebody else
         self.silence: str | None = None  # while a probe is not answered in time
         self.last: Probe | None = None
         self._heard = asyncio.Event()  # while it is not silent
@@ -59,6 +58,11 @@ class Member:
     def place(self) -> Place:
         assert self._place is not None
         return self._place
+
+    @property
+    def taken(self) -> bool:
+        """Somebody else drives it."""
+        return self.taker is not None
 
     @property
     def where(self) -> str:
@@ -182,7 +186,6 @@ class Member:
         except RayError as error:
             self.lose(in_a_line(error))
         else:
-            self.taken = True
             self._on_news(self)
 
     async def _probe(self, probe_s: float, timeout_s: float) -> None:

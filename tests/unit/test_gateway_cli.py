@@ -228,6 +228,11 @@ async def _loading(launch: str) -> asyncio.subprocess.Process:
         "settings = ServeSettings('m', ring=RingKind.FAKE)\n"
         "raise SystemExit(serve.serve_until_interrupted(settings))\n"
     )
+    return await _begun(script)
+
+
+async def _begun(script: str) -> asyncio.subprocess.Process:
+    """Python, when it has said its first line."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", script), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -236,12 +241,17 @@ async def _loading(launch: str) -> asyncio.subprocess.Process:
     return process
 
 
+async def _end(process: asyncio.subprocess.Process) -> tuple[int | None, bytes]:
+    """Its exit code, and what it said on standard error."""
+    async with asyncio.timeout(20):
+        _, errors = await process.communicate()
+    return process.returncode, errors
+
+
 async def test_a_signal_while_loading_says_interrupted() -> None:
     process = await _loading("print('loading', flush=True); await asyncio.Event().wait()")
     process.send_signal(signal.SIGINT)
-    async with asyncio.timeout(20):
-        _, errors = await process.communicate()
-    assert (process.returncode, errors) == (130, b"interrupted\n")
+    assert await _end(process) == (130, b"interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -254,9 +264,7 @@ async def test_a_signal_while_loading_says_interrupted() -> None:
 async def test_a_signal_ends_it_whatever_is_imported_or_keeps_the_event_loop(launch: str) -> None:
     process = await _loading(launch)
     process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(20):
-        _, errors = await process.communicate()
-    assert (process.returncode, errors) == (130, b"interrupted\n")
+    assert await _end(process) == (130, b"interrupted\n")
 
 
 async def test_what_rays_handler_leaves_behind_does_not_abort_the_end() -> None:
@@ -269,9 +277,7 @@ async def test_what_rays_handler_leaves_behind_does_not_abort_the_end() -> None:
         "    try: await asyncio.Event().wait()\n"
         "    finally: await asyncio.sleep(0.7)"
     )
-    async with asyncio.timeout(20):
-        _, errors = await process.communicate()
-    assert (process.returncode, errors) == (130, b"interrupted\n")
+    assert await _end(process) == (130, b"interrupted\n")
 
 
 async def test_an_interruption_of_the_imports_is_one_line() -> None:
@@ -285,15 +291,9 @@ async def test_an_interruption_of_the_imports_is_one_line() -> None:
         "sys.meta_path.insert(0, Slow())\n"
         "from gateway.cli.entry import main; main()\n"
     )
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", script), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    await process.stdout.readline()
+    process = await _begun(script)
     process.send_signal(signal.SIGINT)
-    async with asyncio.timeout(20):
-        _, errors = await process.communicate()
-    assert (process.returncode, errors) == (130, b"interrupted\n")
+    assert await _end(process) == (130, b"interrupted\n")
 
 
 async def test_a_handler_that_somebody_sets_while_it_serves_does_not_stay() -> None:
@@ -313,9 +313,8 @@ async def test_a_second_signal_does_not_wait_for_a_thread_that_loads() -> None:
     )
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(20):
-        _, errors = await process.communicate()
-    assert process.returncode == 130
+    code, errors = await _end(process)
+    assert code == 130
     assert b"Traceback" not in errors
 
 
