@@ -81,13 +81,17 @@ class LeaseMachine(RuleBasedStateMachine):
     # What a gateway does
 
     async def drive(self, gateway: Gateway) -> None:
-        """Claims, then opens an epoch later than all that the stages have seen, then sends."""
+        """Claims, then opens an epoch later than all that the stages have seen, then sends. What they have seen counts
+        only if they were still its own when they told it: each turn begins with a claim, as RayRing's.
+        """
         stages = [Remote(self, index) for index in range(STAGES)]
         if await claim_all(stages, gateway.owner) is not None:
             return
         seen = [await stage.seen() for stage in stages]
         turn = 1 + max(turn for turn, _ in seen)
         epoch = 1 + max(epoch for _, epoch in seen)
+        if await claim_all(stages, gateway.owner) is not None:
+            return
         for stage in stages:
             await stage.rest(turn)
         for stage in stages:
