@@ -58,6 +58,7 @@ class _Node:
     parent: NodeId
     start: int
     tokens: tuple[int, ...]
+    made: _Key | None = None  # by which frame; None: in an epoch before
     acked: bool = False
     state: bool = False  # asked for
     state_acked: bool = False
@@ -161,7 +162,7 @@ class Reference:
         for node in held.nodes:
             if node.id not in self._given_up:
                 state = node.id in held.checkpoints and node.id not in self._bare
-                known = _Node(node.parent, node.start, tuple(node.tokens), True, state, state)
+                known = _Node(node.parent, node.start, tuple(node.tokens), None, True, state, state)
                 self._nodes[node.id] = known
 
     def forget(self) -> None:
@@ -298,13 +299,15 @@ class Reference:
                 known = self._nodes.get(span.node)
                 if known is None:
                     tokens = tuple(self._lanes[op.lane].tokens[span.start : span.end])
-                    known = _Node(span.parent, span.start, tokens)
+                    known = _Node(span.parent, span.start, tokens, (frame.epoch, frame.seq))
                 self._nodes[span.node] = replace(known, state=known.state or span.checkpoint)
                 self._given_up.pop(span.node, None)
 
     def _confirm(self, frame: Frame, reply: Reply) -> None:
         for span in (span for op in frame.after for span in op.spans):
             node = self._nodes.get(span.node)
+            if node is not None and node.made is not None and node.made > (frame.epoch, frame.seq):
+                continue  # what that frame made of it was dropped since, with its checkpoint
             if node is not None and span.node not in reply.lost:
                 state_acked = node.state_acked or span.checkpoint
                 self._nodes[span.node] = replace(node, acked=True, state_acked=state_acked)
