@@ -29,6 +29,7 @@ from stage.kv.rows import KvRows, LayerShape
 from stage.kv.states import CPU_BLOCK, DEVICE_BLOCK, STATE_ROWS, LaneStates, StateShape
 from stage.model.damage import unusable
 from stage.model.load import Progress, SlicedDecoder, load_decoder
+from stage.model.packed import can_pack, packed_rows
 from stage.model.recurrent import FrameRecurrence, Recurrence, StateSurvey, wrap_recurrent
 
 
@@ -86,6 +87,7 @@ class ModelSlice:
         self.numerics = numerics
         self._attending = tuple(layers.attending)
         self._recurrent = tuple(layers.recurrent)
+        self._has_packed = can_pack(decoder.dtype, decoder.device)
 
     @torch.inference_mode()
     def forward(self, batch: RowBatch, hidden: Tensor | None = None) -> SliceOutput:
@@ -136,10 +138,11 @@ class ModelSlice:
         return _stretch(list(batch.asked), self._padded(len(batch.asked)))
 
     def _padded(self, n_rows: int) -> int:
-        if self.numerics is Numerics.FAST:
-            return n_rows
-        # Packed products agree for any number of rows from 2 on, and are slower for 2 rows than for 4.
-        return max(n_rows, ROW_QUANTUM) if self.decoder.all_packed else padded_rows(n_rows)
+        if self.numerics is Numerics.EXACT:
+            # Packed products agree for any number of rows from 2 on, and are slower for 2 rows than for 4.
+            is_packed = self.decoder.all_packed
+            n_rows = max(n_rows, ROW_QUANTUM) if is_packed else padded_rows(n_rows)
+        return packed_rows(n_rows) if self._has_packed else n_rows
 
     def _unasked(self, hidden: Tensor) -> SliceOutput:
         if not self.decoder.is_tail:

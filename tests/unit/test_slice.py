@@ -18,6 +18,7 @@ from coordinator.errors import BrokenInvariant, ModelUnusable
 from stage.attention import Numerics, RowSegment, padded_rows
 from stage.kv.rows import SCRATCH_ROWS, KvRows, LayerShape, rows_nbytes, whole_blocks
 from stage.model.load import load_decoder
+from stage.model.packed import packed_rows
 from stage.model.slice import ModelSlice, RowBatch, load_slice
 
 CPU = torch.device("cpu")
@@ -364,6 +365,13 @@ def test_the_predicted_size_of_the_rows_is_the_allocated_one() -> None:
 
 def test_paddings_are_multiples_of_four_rows() -> None:
     assert [padded_rows(rows) for rows in (1, 3, 4, 5, 33)] == [4, 4, 4, 8, 36]
+
+
+def test_packed_layers_are_called_with_few_row_counts_each_of_which_costs_memory() -> None:
+    counts = [packed_rows(rows) for rows in range(1, 257)]
+    assert len(set(counts)) == 16 + 4 * 8
+    assert all(rows <= count <= rows * 9 / 8 for rows, count in enumerate(counts, start=1))
+    assert all(count % 4 == 0 for count in counts[3::4])  # paddings stay what they are
 
 
 def test_fast_numerics_give_the_same_answer_up_to_rounding(llama: Path) -> None:
