@@ -75,6 +75,36 @@ def test_more_checkpoints_than_there_is_room_for_are_dropped_the_deepest_last() 
     assert tuple(index_of([head, second, longer], checkpoints=0).resumable()) == ()
 
 
+def index_that_gave_up() -> tuple[ChainIndex, Node]:
+    """With room for one checkpoint and none to spare for the node's."""
+    _, _, second, _, longer = NODES
+    index = index_of([second, longer], checkpoints=1)
+    assert tuple(index.resumable()) == (longer.id,)
+    return index, second
+
+
+def test_a_checkpoint_whose_drop_was_lost_with_its_epoch_stays_given_up_and_is_dropped_again() -> (
+    None
+):
+    index, second = index_that_gave_up()
+    dropped, bare = index.take_drops(), index.take_checkpoint_drops()
+    assert bare == (second.id,)
+    index.undelivered(dropped, bare)
+    # No stage has heard of it, and there would be room for it now.
+    index.reconcile(NODES, [second.id])
+    assert tuple(index.resumable()) == ()
+    assert index.take_checkpoint_drops() == (second.id,)
+    index.reconcile(NODES, [])
+    assert index.take_checkpoint_drops() == ()
+
+
+def test_a_checkpoint_drop_that_was_never_sent_stays_due_in_the_next_epoch() -> None:
+    index, second = index_that_gave_up()
+    index.reconcile(NODES, [second.id])
+    assert tuple(index.resumable()) == ()
+    assert index.take_checkpoint_drops() == (second.id,)
+
+
 def report(resumable: Sequence[Node], *, recurrent: bool = True) -> StageReport:
     ids: tuple[NodeId, ...] = tuple(node.id for node in resumable)
     return StageReport(
