@@ -30,6 +30,9 @@ _EVERY_S = 10.0
 _PIECES = Allowance(few=4.0)
 # Allocators hold back some MiB, now more, now less; half a MiB a minute is 700 MiB a day.
 _MEMORY = Allowance(few=8.0, a_minute=0.5)
+# A stage's large buffers come and go with every frame, and glibc keeps up to 64 MiB of what is free at the heap's end:
+# its trim threshold is twice that for blocks mapped alone, which grows with them to 32 MiB (mallopt(3)).
+_STAGE_MEMORY = Allowance(few=64.0, a_minute=0.5)
 _MIB = 2**20
 # Looks, five minutes: a process that lived through them says more than how large its likes were.
 _LONG_LIFE = 30
@@ -139,8 +142,9 @@ class Soak:
 
 
 def _growths(role: str, looks: Sequence[Looked]) -> Iterator[Growth | None]:
+    memory = _MEMORY if role == GATEWAY else _STAGE_MEMORY
     kinds = (
-        ("MiB of memory", _MEMORY, [(each, each.weight.uss_bytes / _MIB) for each in looks]),
+        ("MiB of memory", memory, [(each, each.weight.uss_bytes / _MIB) for each in looks]),
         ("descriptors", _PIECES, [(each, float(each.weight.descriptors)) for each in looks]),
         ("threads", _PIECES, [(each, float(each.weight.threads)) for each in looks]),
     )
