@@ -32,13 +32,14 @@ def soaked(
     life: float = math.inf,
     descriptors: Curve = lambda *_: 50.0,
     seed: int = 0,
+    role: str = GATEWAY,
 ) -> Soak:
     """`life`: minutes until another process has the role."""
     soak, dice = Soak(cast("Router", None), []), random.Random(seed)
     for look in range(minutes * 6):
         at_m = look / 6
         weight = Weight(0, int(curve(at_m, dice) * MIB), int(descriptors(at_m, dice)), 30)
-        soak.processes.append(Looked(10.0 * look, GATEWAY, int(at_m // life), weight))
+        soak.processes.append(Looked(10.0 * look, role, int(at_m // life), weight))
     return soak
 
 
@@ -108,6 +109,19 @@ def test_a_survivor_that_grows_with_each_kill_of_its_neighbour_is_found() -> Non
         weight = Weight(0, int((1000 + 60 * int(age) + swings(dice)) * MIB), 50, 30)
         soak.processes.append(Looked(10.0 * look, GATEWAY, pid_of(at), weight))
     assert grows(soak) == {"MiB of memory"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_stages_allocator_holds_back_is_flat_and_a_leak_of_frames_is_not(seed: int) -> None:
+    def steps(at: float, dice: random.Random) -> float:
+        return 1000 + 28 * (at // 4 % 2) + swings(dice)
+
+    def leaks(at: float, dice: random.Random) -> float:
+        return steps(at, dice) + 5 * at
+
+    stage = "ring-0 stage 1"
+    assert grows(soaked(steps, life=15, seed=seed, role=stage)) == set()
+    assert grows(soaked(leaks, life=15, seed=seed, role=stage)) == {"MiB of memory"}
 
 
 def test_a_descriptor_for_each_kill_is_found_and_some_that_come_and_go_are_not() -> None:
