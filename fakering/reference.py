@@ -306,11 +306,12 @@ class Reference:
     def _confirm(self, frame: Frame, reply: Reply) -> None:
         for span in (span for op in frame.after for span in op.spans):
             node = self._nodes.get(span.node)
-            if node is not None and node.made is not None and node.made > (frame.epoch, frame.seq):
+            if node is None or span.node in reply.lost:
+                continue
+            if node.made is not None and node.made > (frame.epoch, frame.seq):
                 continue  # what that frame made of it was dropped since, with its checkpoint
-            if node is not None and span.node not in reply.lost:
-                state_acked = node.state_acked or span.checkpoint
-                self._nodes[span.node] = replace(node, acked=True, state_acked=state_acked)
+            state_acked = node.state_acked or span.checkpoint
+            self._nodes[span.node] = replace(node, acked=True, state_acked=state_acked)
 
     def _drop(self, op: DropNodes, by: _Key) -> None:
         for id_ in op.nodes:

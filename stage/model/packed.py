@@ -15,6 +15,7 @@ _PACKED_DTYPES = (torch.float32, torch.bfloat16)
 # Row counts in each power of two that packed products are called with. oneDNN makes kernels for each count and keeps
 # them: 0.5 MB for each shape of weights, so 500 MB of a stage once all counts up to a frame's 256 rows were met.
 # With 8 an octave it is a fifth of that, and a call has up to an eighth, on average 4 %, of rows nobody asked for.
+# A power of two.
 _COUNTS_AN_OCTAVE = 8
 
 

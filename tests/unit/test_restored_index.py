@@ -76,16 +76,14 @@ def test_more_checkpoints_than_there_is_room_for_are_dropped_the_deepest_last() 
 
 
 def index_that_gave_up() -> tuple[ChainIndex, Node]:
-    """With room for one checkpoint and none to spare for the node's."""
+    """And the node whose checkpoint it had no room for."""
     _, _, second, _, longer = NODES
     index = index_of([second, longer], checkpoints=1)
     assert tuple(index.resumable()) == (longer.id,)
     return index, second
 
 
-def test_a_checkpoint_whose_drop_was_lost_with_its_epoch_stays_given_up_and_is_dropped_again() -> (
-    None
-):
+def test_a_checkpoint_whose_drop_was_lost_with_its_epoch_is_dropped_again() -> None:
     index, second = index_that_gave_up()
     dropped, bare = index.take_drops(), index.take_checkpoint_drops()
     assert bare == (second.id,)
