@@ -128,7 +128,7 @@ class Reference:
             return False
         frame = self._flight.pop(key)
         self._lose(reply.lost)
-        self._confirm(frame, reply)
+        self._confirm(frame)
         opened = [op.lane for op in frame.ops if isinstance(op, OpenLane)]
         self._given_up = {node: by for node, by in self._given_up.items() if by != key}
         self._bare = {node: by for node, by in self._bare.items() if by != key}
@@ -303,11 +303,11 @@ class Reference:
                 self._nodes[span.node] = replace(known, state=known.state or span.checkpoint)
                 self._given_up.pop(span.node, None)
 
-    def _confirm(self, frame: Frame, reply: Reply) -> None:
+    def _confirm(self, frame: Frame) -> None:
         for span in (span for op in frame.after for span in op.spans):
             node = self._nodes.get(span.node)
-            if node is None or span.node in reply.lost:
-                continue
+            if node is None:
+                continue  # lost, as its reply or one before said, or dropped since
             if node.made is not None and node.made > (frame.epoch, frame.seq):
                 continue  # what that frame made of it was dropped since, with its checkpoint
             state_acked = node.state_acked or span.checkpoint
